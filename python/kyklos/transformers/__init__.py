@@ -22,6 +22,7 @@ from .._models.execution import execution, warn_of_copies
 from .._models.telling import told
 from . import _generate as generation
 from . import _loss as loss
+from . import _trainer as trainers
 from ._cache import SplitCache
 from ._split import SplitModel
 
@@ -107,6 +108,16 @@ class Handle:
     def rows(self, tokens: int) -> tuple[int, int]:
         """The tokens that this rank computes in a pass over ``tokens`` tokens, as a half-open range of positions."""
         return self._installed().rows(tokens)
+
+    def prepare_trainer(self, trainer: Any) -> None:
+        """Makes a ``Trainer`` of transformers, made with the split model, train over the ranks, before ``trainer.train()``. All ranks call it.
+
+        Each rank has a ``Trainer`` with the same arguments, seed and data, which believes to be alone. Its gradients are summed before they are
+        clipped; losses and metrics are those of the whole texts; rank 0 saves and reports.
+
+        :raises RequestError: a ``Trainer`` of several processes or GPUs, or of another model.
+        """
+        trainers.prepare(self._installed(), trainer)
 
     def remove(self) -> None:
         """Restores the model. It may be called twice. Caches of the model can no longer be used."""

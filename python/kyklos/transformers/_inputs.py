@@ -17,7 +17,7 @@ _OF_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")
 # What a vision-language model adds to the states of image tokens in some layers: which tokens they are, and for each layer their rows.
 _IMAGES, _ROWS = "visual_pos_masks", "deepstack_visual_embeds"
 #: Inputs that a split model knows.
-KNOWN = {*_OF_TOKENS, "position_ids", "attention_mask", *CACHE_NAMES, "use_cache", "return_dict", _IMAGES, _ROWS}
+KNOWN = {*_OF_TOKENS, "position_ids", "attention_mask", *CACHE_NAMES, "use_cache", "return_dict", _IMAGES, _ROWS, "num_items_in_batch"}
 # Rows of position_ids of three axes: time, height and width, with the place in the text before them or without.
 _AXES = (3, 4)
 
