@@ -32,7 +32,7 @@ from .._models.execution import execution, has_ring, warn_of_copies
 from .._models.telling import told
 from . import _attention, _hooks
 from ._caught import catch
-from ._plan import Joined, SplitPlan
+from ._plan import Joined, Known, SplitPlan
 from ._plans import choose, find, split_attention_modules
 from ._shares import Shares
 
@@ -137,14 +137,14 @@ def _parallelized(
     _check_free(transformer, name)
     modules = split_attention_modules(transformer, known.plan)
     dealt = Shares(group, shares, has_ring(group, how))
-    split = _attention.Split(group, name, dealt, how, len(modules))
+    split = _attention.Split(group, name, dealt, how, len(modules), known.plan)
     handle = Handle(transformer, split)
     splitter = _hooks.Splitter(group, dealt, known.plan.whole)
     try:
         split.passes.check_weights(transformer)
         # Inputs are compared before they are split, and calls are counted after the last gather.
         arguments = list(inspect.signature(type(transformer).forward).parameters)[1:]
-        begin = functools.partial(_begin, split, handle._checkpoints, known.refused, arguments)
+        begin = functools.partial(_begin, split, handle._checkpoints, known, arguments)
         handle._hooks.append(transformer.register_forward_pre_hook(begin, with_kwargs=True))
         for pattern, how in known.plan.modules.items():
             for module in find(transformer, pattern):
@@ -182,7 +182,7 @@ def _add(handle: Handle, module: torch.nn.Module, how: Any, splitter: _hooks.Spl
 def _begin(
     split: _attention.Split,
     checkpoints: _hooks.Checkpoints,
-    refused: Mapping[str, str],
+    known: Known,
     arguments: list[str],
     module: torch.nn.Module,
     args: tuple[Any, ...],
@@ -190,10 +190,16 @@ def _begin(
 ) -> None:
     with told(split.group):
         given = {**dict(zip(arguments, args, strict=False)), **kwargs}
-        for argument, why in refused.items():
+        for argument, why in known.refused.items():
             if given.get(argument) is not None:
                 raise RequestError(
                     f"{split.name} is called with {argument}, which split transformers do not take, since {why}: leave it out"
+                )
+        for argument in known.padded_behind:
+            mask = given.get(argument)
+            if isinstance(mask, torch.Tensor) and (mask.bool()[:, 1:] & ~mask.bool()[:, :-1]).any():
+                raise RequestError(
+                    f"{split.name} is called with {argument} with padding before tokens: let the tokenizer pad behind them, as its pipeline does"
                 )
         if getattr(module, "is_cache_enabled", False):
             raise RequestError(

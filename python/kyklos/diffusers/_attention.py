@@ -28,7 +28,8 @@ from .._models.telling import tell, told
 from .._rows import gather, sum_rows
 from .._torch_tensors import readable
 from ._inputs import compare
-from ._masks import equal, gather_mask, mask_type, rows_of
+from ._masks import equal, four_axes, gather_mask, mask_type, rows_of, same_dim
+from ._plan import SplitPlan
 from ._shares import Shares
 
 # Splits by number: the operator has the number, since graphs take no objects. Attention processors hold them.
@@ -40,16 +41,20 @@ _lock = threading.RLock()
 _NEEDED = frozenset({"attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "_parallel_config"})
 #: Key masks that are kept. A denoising step has one or two: with and without the prompt.
 _MASKS = 8
+_WHOLE = SplitPlan({})
 
 
 class Split:
     """One transformer on one rank: its group, and how far the current forward is.
 
-    :param calls: calls of split attention in each forward.
+    :param calls: calls of split attention in each forward, of the whole batch or of each of its entries.
     """
 
-    def __init__(self, group: Group, name: str, shares: Shares, execution: dict[str, Any], calls: int) -> None:
-        self.group, self.name, self.execution, self.expected = group, name, execution, calls
+    def __init__(
+        self, group: Group, name: str, shares: Shares, execution: dict[str, Any], calls: int, plan: SplitPlan = _WHOLE
+    ) -> None:
+        self.group, self.name, self.execution, self.plan = group, name, execution, plan
+        self.expected = self._due = calls
         self.number = next(_next)
         self.shares = shares
         self.passes = Passes(group)
@@ -64,7 +69,7 @@ class Split:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Split:
         """The split of a copy of the transformer, which is another model to the ranks of the group."""
-        copied = Split(self.group, self.name, copy.deepcopy(self.shares, memo), self.execution, self.expected)
+        copied = Split(self.group, self.name, copy.deepcopy(self.shares, memo), self.execution, self.expected, self.plan)
         copied.passes = copy.deepcopy(self.passes)
         register(copied)
         return copied
@@ -77,6 +82,7 @@ class Split:
         self._active = False
         self._forward = self.passes.next(transformer, torch.is_grad_enabled())
         self._calls, self._gathers, self._active = 0, 0, True
+        self._due = self.expected * (inputs["hidden_states"].shape[0] if self.plan.each_entry else 1)
         compare(self.group, inputs, self._place())
         self.shares.begin(self.passes, self._forward, inputs)
 
@@ -87,9 +93,9 @@ class Split:
         """
         self._active = False
         self.shares.end()
-        if self._calls != self.expected:
+        if self._calls != self._due:
             raise RequestError(
-                f"{self.name} made {self._calls} calls of split attention in a forward, its plan has {self.expected}: call parallelize "
+                f"{self.name} made {self._calls} calls of split attention in a forward, its plan has {self._due}: call parallelize "
                 "again after a change of attention processors, and name in plan.attention the modules whose keys are split"
             )
 
@@ -113,14 +119,14 @@ class Split:
                 f"an attention call of {self.name} outside its forward: call the transformer itself, on which parallelize was called"
             )
         self._calls += 1
-        if self._calls > self.expected:
+        if self._calls > self._due:
             raise RequestError(
-                f"{self.name} makes more than the {self.expected} calls of split attention that its plan has in a forward: name in "
+                f"{self.name} makes more than the {self._due} calls of split attention that its plan has in a forward: name in "
                 "plan.attention the modules whose keys are split, and unload adapters that attend to other tokens"
             )
         label = f"{self._place()}, attention {self._calls}"
         out_dim = v.shape[-1]
-        states = _same_dim(self.group, q, k, v)
+        states = same_dim(self.group, q, k, v)
         run = functools.partial(self.group.attend, *states, layout="bshd", scale=scale, lse_pair=True, **self.execution)
         number = -1
         with self.shares.attending(q, k):
@@ -165,7 +171,7 @@ class Split:
             options["key_bias"] = whole.to(mask_type(mask, q.dtype))
         elif mask is not None:
             options["bias"] = rows_of(mask, q.dtype)
-        *states, lse = readable(self.group, *_same_dim(self.group, q, k, v, o, d_o.to(o.dtype).contiguous()), lse.detach())
+        *states, lse = readable(self.group, *same_dim(self.group, q, k, v, o, d_o.to(o.dtype).contiguous()), lse.detach())
         q, k, v, o, d_o = states
         found = self.group.backward(q, k, v, o, lse, d_o, **options)
         widened = zip((found.dq, found.dk, found.dv), widths, strict=True)
@@ -235,13 +241,6 @@ class Split:
         return f"{self._title()}: forward {self._forward}"
 
 
-def _same_dim(group: Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Where the group reads them, with zeros up to the next multiple of 8 elements, which change neither q·k nor the rows of v."""
-    states = readable(group, *(x.detach() for x in tensors))
-    dim = -max(x.shape[-1] for x in states) // 8 * -8
-    return tuple(x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in states)
-
-
 def attention(
     split: Split,
     query: torch.Tensor,
@@ -279,9 +278,7 @@ def attention(
                 f"has a mask of shape {list(attn_mask.shape)} for {query.shape[0]} batch entries of {key.shape[1]} keys on this rank: "
                 "use a key mask [batch, keys]",
             )
-        attn_mask = attn_mask[:, None, None, :]
-    elif attn_mask is not None and attn_mask.dim() == 3:
-        attn_mask = attn_mask[:, None]
+    attn_mask = None if attn_mask is None else four_axes(attn_mask, split.plan.rows_alike)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     return torch.ops.kyklos.diffusers_attention(query, key, value, attn_mask, float(scale), split.number)[0]
 

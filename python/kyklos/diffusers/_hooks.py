@@ -67,15 +67,30 @@ class Splitter:
         return self._own(x, how.split_dim, total)
 
     def _joined(self, x: torch.Tensor, how: Joined, name: str) -> torch.Tensor:
-        if x.shape[how.dim] == 1:
+        rows = x.shape[how.dim] > 1
+        if not rows and how.keys is None:
             return x
         totals = [self._totals.get(part) for part in how.parts]
         known = [total for total in totals if total is not None]
-        if len(known) < len(totals) or sum(known) != x.shape[how.dim]:
-            raise RequestError(
-                f"{name} has {x.shape[how.dim]} tokens, and {', '.join(how.parts)} have {', '.join(map(str, totals))}: mend the plan"
-            )
-        return torch.cat([self._own(part, how.dim, part.shape[how.dim]) for part in x.split(known, how.dim)], how.dim)
+        dim = how.dim if rows or how.keys is None else how.keys
+        for axis in (dim, dim if how.keys is None else how.keys):
+            if len(known) < len(totals) or sum(known) != x.shape[axis]:
+                raise RequestError(
+                    f"{name} has {x.shape[axis]} tokens, and {', '.join(how.parts)} have {', '.join(map(str, totals))}: mend the plan"
+                )
+        own = torch.cat([self._own(part, dim, part.shape[dim]) for part in x.split(known, dim)], dim)
+        if not rows or how.keys is None:
+            return own
+        return own.index_select(how.keys, self._order(known).to(x.device))
+
+    def _order(self, totals: Sequence[int]) -> torch.Tensor:
+        """Positions of joined tokens in the order of the ranks: the parts of rank 0, those of rank 1, and so on."""
+        starts = itertools.accumulate(totals, initial=0)
+        cuts = [
+            [start + cut for cut in bounds(total, self.shares.now)]
+            for start, total in zip(starts, totals, strict=False)
+        ]
+        return torch.cat([torch.arange(cut[rank], cut[rank + 1]) for rank in range(self.group.size) for cut in cuts])
 
     def _own(self, x: torch.Tensor, dim: int, total: int) -> torch.Tensor:
         cuts = bounds(total, self.shares.now)

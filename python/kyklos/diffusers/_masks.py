@@ -1,4 +1,4 @@
-"""Masks of the attention of diffusers, as groups take them."""
+"""Masks and states of the attention of diffusers, as groups take them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ import torch
 
 from .._group import Group
 from .._rows import gather
+from .._torch_tensors import readable
+
+
+def four_axes(mask: torch.Tensor, rows_alike: bool) -> torch.Tensor:
+    """``[batch, heads or 1, queries or 1, keys]``, with the first row alone if they are alike."""
+    if mask.dim() == 2:
+        return mask[:, None, None]
+    mask = mask[:, None] if mask.dim() == 3 else mask
+    return mask[:, :, :1] if rows_alike else mask
 
 
 def gather_mask(group: Group, mask: torch.Tensor, label: str) -> torch.Tensor:
@@ -40,3 +49,10 @@ def rows_of(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A mask of this rank's queries over all keys, ``[batch, heads, tokens, keys]``, as the bias of a call."""
     bias = mask.detach().to("cpu").transpose(1, 2)
     return bias if bias.dtype == torch.bool else bias.to(dtype)
+
+
+def same_dim(group: Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Where the group reads them, with zeros up to the next multiple of 8 elements, which change neither q·k nor the rows of v."""
+    states = readable(group, *(x.detach() for x in tensors))
+    dim = -max(x.shape[-1] for x in states) // 8 * -8
+    return tuple(x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in states)

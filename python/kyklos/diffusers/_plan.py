@@ -11,10 +11,14 @@ from typing import Any
 class Joined:
     """For ``SplitPlan.modules``: an input, such as a mask, along whose axis ``dim`` the tokens of other inputs lie one after the other. Each
     part is cut as the input of that name was, which the plan splits in the same forward.
+
+    :param keys: of a mask with a row for each query: the axis of its keys, which all stay, in the order in which the ranks have them. If
+        ``dim`` has one row only, it is a mask of keys and is cut along this axis.
     """
 
     dim: int
     parts: tuple[str, ...]
+    keys: int | None = None
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,16 @@ class SplitPlan:
     :param attention: patterns of the attention modules whose keys are split over the ranks. Each makes one call in a forward.
         Attention to tokens that every rank has, such as an unsplit prompt, is not among them.
     :param whole: inputs that stay whole where they have another number of axes than ``modules`` says, or one token.
+    :param rows_alike: attention makes masks of its queries and keys, so of this rank's ones only, whose rows are alike but for those of
+        padding, which no other token sees. The first row of each rank, of no padding, becomes the mask of its keys.
+    :param each_entry: attention modules make one call for each entry of the batch, which is the first axis of ``hidden_states``.
     """
 
     modules: Mapping[str, Any]
     attention: tuple[str, ...] = ("*",)
     whole: frozenset[str] = frozenset()
+    rows_alike: bool = False
+    each_entry: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,3 +51,7 @@ class Known:
     processors: frozenset[str]
     #: Arguments of ``forward`` that must be absent or ``None``, with the reason.
     refused: Mapping[str, str] = field(default_factory=dict)
+    #: Masks whose padding must follow the tokens, without holes.
+    padded_behind: frozenset[str] = frozenset()
+    #: Values of the configuration; others are refused, with the reason.
+    config: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)

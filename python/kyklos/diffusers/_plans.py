@@ -36,6 +36,10 @@ def choose(transformer: torch.nn.Module, plan: SplitPlan | Mapping[str, Any] | N
         raise RequestError(
             f"{name} {also}, verified are {', '.join(KNOWN)}: pass plan=kyklos.diffusers.SplitPlan(...) and compare with the unsplit model"
         )
+    config: Any = transformer.config if known.config else {}
+    for option, (values, why) in known.config.items():
+        if config[option] not in values:
+            raise RequestError(f"{name} has {option}={config[option]!r}, which is not split, since {why}: use another checkpoint")
     for place, module in attention_modules(transformer).items():
         processor = type(module.processor).__name__
         if processor not in known.processors and _is_named(place, known.plan):

@@ -1,6 +1,7 @@
 import gc
 import diffusers
 import pytest
+import tiny_b
 import tiny_transformers as tiny
 import torch
 from diffusers.models import attention_dispatch
@@ -17,37 +18,23 @@ class Other(FluxAttnProcessor):
     """A processor that an adapter sets."""
 
 
-def _direct_sdpa():
+def _without_a_plan():
+    """Sana has convolutions and linear attention between its tokens, a prior has few tokens and a causal mask."""
     make = {}
-    make["SD3Transformer2DModel"] = lambda: diffusers.SD3Transformer2DModel(
-        sample_size=8, patch_size=1, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4,
+    make["SanaTransformer2DModel"] = lambda: diffusers.SanaTransformer2DModel(
+        sample_size=8, patch_size=1, in_channels=4, out_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
+        num_cross_attention_heads=2, cross_attention_head_dim=8, cross_attention_dim=16, caption_channels=8,
     )  # fmt: skip
-    make["CogVideoXTransformer3DModel"] = lambda: diffusers.CogVideoXTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=4, time_embed_dim=4, text_embed_dim=8,
-        num_layers=1, sample_width=8, sample_height=8, sample_frames=9, max_text_seq_length=8,
-    )  # fmt: skip
-    make["AuraFlowTransformer2DModel"] = lambda: diffusers.AuraFlowTransformer2DModel(
-        sample_size=8, patch_size=1, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8,
-        num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=16, out_channels=4, pos_embed_max_size=64,
-    )  # fmt: skip
-    make["MochiTransformer3DModel"] = lambda: diffusers.MochiTransformer3DModel(
-        patch_size=2, num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16, in_channels=4,
-        text_embed_dim=16, time_embed_dim=4, max_sequence_length=8,
+    make["PriorTransformer"] = lambda: diffusers.PriorTransformer(
+        num_attention_heads=2, attention_head_dim=8, num_layers=1, embedding_dim=8, num_embeddings=7, additional_embeddings=4
     )  # fmt: skip
     return make
 
 
-@pytest.mark.parametrize("name", _direct_sdpa())
-def test_transformers_that_call_pytorch_directly_are_refused_by_name(name):
-    model = _direct_sdpa()[name]()
-    group = kyklos.Group.local(1, device="cpu")[0]
-    for plan in (None, {"": {"hidden_states": diffusers.ContextParallelConfig}}):
-        with pytest.raises(
-            kyklos.RequestError, match=f"{name} calls PyTorch's attention directly in .*Processor.*use one of Wan"
-        ):
-            parallelize(model, group, plan=plan)
-    group.close()
+@pytest.mark.parametrize("name", _without_a_plan())
+def test_transformers_whose_tokens_cannot_be_split_are_refused_by_name(name, alone):
+    with pytest.raises(kyklos.RequestError, match=f"{name} has no plan, verified are Wan.*SplitPlan"):
+        parallelize(_without_a_plan()[name](), alone)
 
 
 @pytest.fixture
@@ -133,6 +120,26 @@ def test_inputs_that_cannot_be_split_are_refused(name, change, pattern):
             tiny.call(models[group.rank], {**case(name).inputs, **change})
 
     all_raise(2, run, pattern)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "change", "pattern"),
+    [
+        (tiny_b.sd3, tiny_b.sd3_inputs, {"skip_layers": [1]}, "called with skip_layers"),
+        (tiny_b.bria, tiny_b.bria_inputs, {"controlnet_single_block_samples": [torch.ones(2, 2, 32)]}, "counted from the number of text"),
+        (tiny_b.mochi, tiny_b.mochi_inputs, {"encoder_attention_mask": tiny_b.padded(20, 7).flip(1)}, "with padding before tokens"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_be_split_are_refused(make, inputs, change, pattern, alone):
+    model = make()
+    with parallelize(model, alone), pytest.raises(kyklos.RequestError, match=pattern):
+        tiny.call(model, {**inputs(), **change})
+
+
+def test_configurations_that_cannot_be_split_are_refused(alone):
+    model = tiny_b.hunyuan_video(image_condition_type="token_replace")
+    with pytest.raises(kyklos.RequestError, match="has image_condition_type='token_replace', which is not split, since its blocks count"):
+        parallelize(model, alone)
 
 
 def test_caches_that_skip_attention_are_refused(alone):

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from .._plan import Known
-from . import flux, ltx, qwen, wan
+from . import cogvideox, flux, hunyuan, ltx, mochi, qwen, sd3, wan
 
-KNOWN: dict[str, Known] = {**wan.KNOWN, **flux.KNOWN, **qwen.KNOWN, **ltx.KNOWN}
+KNOWN: dict[str, Known] = {
+    **wan.KNOWN,
+    **flux.KNOWN,
+    **qwen.KNOWN,
+    **ltx.KNOWN,
+    **sd3.KNOWN,
+    **cogvideox.KNOWN,
+    **mochi.KNOWN,
+    **hunyuan.KNOWN,
+}

@@ -16,6 +16,13 @@ def rope(axes: int | None, dim: int) -> dict[int, Input]:
     return {index: Input(split_dim=dim, expected_dims=axes, split_output=True) for index in (0, 1)}
 
 
+def embedded(axes: int = 3) -> dict[int, Input]:
+    """The output of a module that makes tokens of an input."""
+    return {0: Input(split_dim=1, expected_dims=axes, split_output=True)}
+
+
+#: The inputs of the first block, from prompt and picture that lie in two tensors.
+BOTH = {"hidden_states": tokens(3), "encoder_hidden_states": tokens(3)}
 #: The output of all tokens.
 OUT = {"proj_out": Output(gather_dim=1, expected_dims=3)}
 #: Inputs that have one time for all tokens, or one for each.
