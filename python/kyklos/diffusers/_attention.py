@@ -189,18 +189,18 @@ class Split:
         return gradients, summed[0].unflatten(1, part.shape[:2]).permute(1, 2, 0)[:, :, None]
 
     @contextmanager
-    def repeated(self, place: tuple[int, int, tuple[int, ...]]) -> Iterator[None]:
+    def repeated(self, place: tuple[Any, ...]) -> Iterator[None]:
         """A block that computes a part of a forward again, from :meth:`position` on."""
         before = (*self.position(), self._active)
-        self._forward, self._calls, self.shares.now, self._active = *place, True
+        self._forward, self._calls, self.shares.now, self.shares.totals, self._active = *place, True
         try:
             yield
         finally:
-            self._forward, self._calls, self.shares.now, self._active = before
+            self._forward, self._calls, self.shares.now, self.shares.totals, self._active = before
 
-    def position(self) -> tuple[int, int, tuple[int, ...]]:
-        """The forward, its calls so far, and its shares."""
-        return self._forward, self._calls, self.shares.now
+    def position(self) -> tuple[Any, ...]:
+        """The forward, its calls so far, its shares, and what it has split."""
+        return self._forward, self._calls, self.shares.now, self.shares.totals
 
     def _attend_masked(
         self, run: Callable[..., Any], mask: torch.Tensor, dtype: torch.dtype, label: str

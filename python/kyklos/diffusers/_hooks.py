@@ -43,8 +43,6 @@ class Splitter:
 
     def __init__(self, group: Group, shares: Shares, whole: frozenset[str]) -> None:
         self.group, self.shares, self.whole = group, shares, whole
-        #: Tokens of all ranks of the inputs that were split last, by name.
-        self._totals: dict[str, int] = {}
 
     def part(self, x: torch.Tensor, how: ContextParallelInput | Joined, name: str) -> torch.Tensor:
         """The tokens of this rank along ``how.split_dim``, a view; of a joined input a copy."""
@@ -63,14 +61,14 @@ class Splitter:
             raise RequestError(
                 f"{name} has {total} tokens for {self.group.size} ranks, and each needs one: use fewer ranks, or a longer input"
             )
-        self._totals[name] = total
+        self.shares.totals[name] = total
         return self._own(x, how.split_dim, total)
 
     def _joined(self, x: torch.Tensor, how: Joined, name: str) -> torch.Tensor:
         rows = x.shape[how.dim] > 1
         if not rows and how.keys is None:
             return x
-        totals = [self._totals.get(part) for part in how.parts]
+        totals = [self.shares.totals.get(part) for part in how.parts]
         known = [total for total in totals if total is not None]
         dim = how.dim if rows or how.keys is None else how.keys
         for axis in (dim, dim if how.keys is None else how.keys):

@@ -29,6 +29,8 @@ class Shares:
         self._group, self._has_ring = group, has_ring
         #: In the forward that runs, or in the next one.
         self.now = _whole(checked_shares(given, group.size))
+        #: Tokens of all ranks of the inputs that the forward has split so far, by name.
+        self.totals: dict[str, int] = {}
         self._by_pace = given == "auto"
         self._pace: Pace | None = None
         #: The shapes of the inputs of the last forward, and the shares that were chosen for some.
@@ -54,6 +56,7 @@ class Shares:
 
     def begin(self, passes: Passes, number: int, inputs: dict[str, Any]) -> None:
         """A forward with this number begins, on all ranks. Shares by pace change here."""
+        self.totals = {}
         if not self._by_pace:
             return
         # All of this is equal on all ranks, also after forwards that failed on one of them.
