@@ -10,7 +10,6 @@ import torch
 
 from ._memory import Place, rows
 
-
 #: Numbers of a bias below it count as it, on all devices.
 LEAST_BIAS = -1e38
 

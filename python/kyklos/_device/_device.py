@@ -12,8 +12,8 @@ import torch
 from . import _backward, _codes, _forward
 from ._backward import Gradients
 from ._block import Bias, Block, Piece
-from ._memory import DTYPES, Place, dense, elements, rows, unit
 from ._forward import Results, Running
+from ._memory import DTYPES, Place, dense, elements, rows, unit
 from ._state import EMPTY_M, RowSet, State, finalize
 from ._vendors import Kernels
 

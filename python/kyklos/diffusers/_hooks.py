@@ -65,29 +65,23 @@ class Splitter:
         return self._own(x, how.split_dim, total)
 
     def _joined(self, x: torch.Tensor, how: Joined, name: str) -> torch.Tensor:
-        rows = x.shape[how.dim] > 1
-        if not rows and how.keys is None:
+        if x.shape[how.dim] == 1 and how.keys is None:
             return x
         totals = [self.shares.totals.get(part) for part in how.parts]
         known = [total for total in totals if total is not None]
-        dim = how.dim if rows or how.keys is None else how.keys
-        for axis in (dim, dim if how.keys is None else how.keys):
-            if len(known) < len(totals) or sum(known) != x.shape[axis]:
-                raise RequestError(
-                    f"{name} has {x.shape[axis]} tokens, and {', '.join(how.parts)} have {', '.join(map(str, totals))}: mend the plan"
-                )
-        own = torch.cat([self._own(part, dim, part.shape[dim]) for part in x.split(known, dim)], dim)
-        if not rows or how.keys is None:
-            return own
-        return own.index_select(how.keys, self._order(known).to(x.device))
+        times, rest = divmod(x.shape[how.dim], max(sum(known), 1))
+        if len(known) < len(totals) or rest or not times or (how.keys is not None and x.shape[how.keys] != sum(known)):
+            raise RequestError(
+                f"{name} of shape {list(x.shape)}, where {', '.join(how.parts)} have {', '.join(map(str, totals))} tokens: mend the plan"
+            )
+        parts = x.split(known * times, how.dim)
+        own = torch.cat([self._own(part, how.dim, part.shape[how.dim]) for part in parts], how.dim)
+        return own if how.keys is None else own.index_select(how.keys, self._order(known).to(x.device))
 
     def _order(self, totals: Sequence[int]) -> torch.Tensor:
         """Positions of joined tokens in the order of the ranks: the parts of rank 0, those of rank 1, and so on."""
         starts = itertools.accumulate(totals, initial=0)
-        cuts = [
-            [start + cut for cut in bounds(total, self.shares.now)]
-            for start, total in zip(starts, totals, strict=False)
-        ]
+        cuts = [[start + cut for cut in bounds(total, self.shares.now)] for start, total in zip(starts, totals, strict=False)]
         return torch.cat([torch.arange(cut[rank], cut[rank + 1]) for rank in range(self.group.size) for cut in cuts])
 
     def _own(self, x: torch.Tensor, dim: int, total: int) -> torch.Tensor:
@@ -95,7 +89,12 @@ class Splitter:
         return x.narrow(dim, cuts[self.group.rank], cuts[self.group.rank + 1] - cuts[self.group.rank])
 
     def parts(self, x: Any, how: Any, name: str) -> Any:
-        """Of a tensor, or of the tensors of a list. Anything else, such as ``None``, stays."""
+        """Of a tensor, or of the tensors of a list or dict. Anything else, such as ``None``, stays; so does what has no plan."""
+        if how is None:
+            return x
+        if isinstance(x, dict):
+            named = how if isinstance(how, Mapping) else dict.fromkeys(x, how)
+            return {key: self.parts(item, named.get(key), f"{name}[{key!r}]") for key, item in x.items()}
         if isinstance(x, (list, tuple)):
             each = list(how) if isinstance(how, (list, tuple)) else [how] * len(x)
             if len(each) != len(x):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def compare(group: Group, inputs: dict[str, Any], place: str) -> None:
     :param place: beginning of the label of the call.
     :raises RequestError: on all ranks.
     """
-    tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+    tensors = {where: x for name, given in inputs.items() for where, x in _tensors(given, name)}
     plain = {name: zlib.crc32(_text(x).encode()) for name, x in inputs.items() if name not in tensors}
     others = torch.tensor([half for crc in plain.values() for half in halves(crc)], dtype=torch.float32)
     row = torch.cat([torch.zeros(1), others, *(torch.cat([_shape(x), _sample(x)]) for x in tensors.values())])
@@ -54,6 +55,15 @@ def compare(group: Group, inputs: dict[str, Any], place: str) -> None:
                     f"rank {rank} has other values of {name} than rank 0: give the pipeline the same inputs on all ranks, and "
                     "a generator with the same seed",
                 )
+
+
+def _tensors(x: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of an argument, also in lists and dicts, with their places."""
+    if isinstance(x, torch.Tensor):
+        yield name, x
+    elif isinstance(x, (list, tuple, dict)):
+        for key, item in x.items() if isinstance(x, dict) else enumerate(x):
+            yield from _tensors(item, f"{name}[{key!r}]")
 
 
 def _shape(x: torch.Tensor) -> torch.Tensor:

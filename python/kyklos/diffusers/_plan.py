@@ -10,10 +10,10 @@ from typing import Any
 @dataclass(frozen=True)
 class Joined:
     """For ``SplitPlan.modules``: an input, such as a mask, along whose axis ``dim`` the tokens of other inputs lie one after the other. Each
-    part is cut as the input of that name was, which the plan splits in the same forward.
+    part is cut as the input of that name was, which the plan splits in the same forward. An axis that is a multiple as long has such a sequence
+    for each entry of the batch.
 
-    :param keys: of a mask with a row for each query: the axis of its keys, which all stay, in the order in which the ranks have them. If
-        ``dim`` has one row only, it is a mask of keys and is cut along this axis.
+    :param keys: of a mask with a row for each query: the axis of its keys, which all stay, in the order in which the ranks have them.
     """
 
     dim: int
@@ -26,7 +26,8 @@ class SplitPlan:
     """Where a transformer's tokens are split and gathered.
 
     :param modules: as ``_cp_plan`` of diffusers: for the name of a module (``""`` is the transformer, one ``*`` stands for all
-        entries of a list) the inputs or outputs that are split, or the outputs that are gathered. Inputs may also be :class:`Joined`.
+        entries of a list and ``-1`` for the last) the inputs or outputs that are split, or the outputs that are gathered. Inputs may also be
+        :class:`Joined`, and a dict or list of these for an input that is a dict or list, with ``None`` for an entry that stays whole.
     :param attention: patterns of the attention modules whose keys are split over the ranks. Each makes one call in a forward.
         Attention to tokens that every rank has, such as an unsplit prompt, is not among them.
     :param whole: inputs that stay whole where they have another number of axes than ``modules`` says, or one token.

@@ -74,10 +74,11 @@ def _is_named(place: str, plan: SplitPlan) -> bool:
 
 
 def find(transformer: torch.nn.Module, pattern: str) -> list[torch.nn.Module]:
-    """The modules with this name, in which ``*`` stands for all entries of a list."""
+    """The modules with this name, in which ``*`` stands for all entries of a list, and ``-1`` for the last one."""
     if pattern == "":
         return [transformer]
-    found = [module for name, module in transformer.named_modules() if name and _same_path(name, pattern)]
+    modules = dict(transformer.named_modules())
+    found = [module for name, module in modules.items() if name and _same_path(name, pattern, modules)]
     if not found:
         raise RequestError(
             f"{type(transformer).__name__} has no module {pattern!r}, which the plan names: mend the plan"
@@ -85,9 +86,14 @@ def find(transformer: torch.nn.Module, pattern: str) -> list[torch.nn.Module]:
     return found
 
 
-def _same_path(name: str, pattern: str) -> bool:
+def _same_path(name: str, pattern: str, modules: Mapping[str, Any]) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
+    if len(parts) != len(wanted):
+        return False
+    return all(
+        w in ("*", p) or (w == "-1" and p.isdigit() and ".".join([*parts[:index], str(int(p) + 1)]) not in modules)
+        for index, (p, w) in enumerate(zip(parts, wanted, strict=True))
+    )
 
 
 def _some(names: Mapping[str, Any]) -> str:

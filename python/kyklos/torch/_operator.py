@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd import forward_ad
 from torch._library.effects import EffectType
+from torch.autograd import forward_ad
 
 from .._backward import Gradients
 from .._errors import RequestError

@@ -188,6 +188,22 @@ def test_ranks_with_other_inputs_are_refused():
     kyklos.run_local(3, functools.partial(run, near), device="cpu")
 
 
+def test_ranks_with_other_tensors_in_lists_and_dicts_are_refused():
+    made = case("Flux with ControlNet")
+    models = made.copies(2)
+
+    def run(wrong, group):
+        with parallelize(models[group.rank], group):
+            tiny.call(models[group.rank], {**made.inputs, **wrong} if group.rank == 1 else made.inputs)
+
+    samples = [x.clone() for x in made.inputs["controlnet_single_block_samples"]]
+    samples[1] += 1
+    wrong = {"controlnet_single_block_samples": samples}
+    all_raise(2, functools.partial(run, wrong), r"rank 1 has other values of controlnet_single_block_samples\[1\] than rank 0")
+    wrong = {"joint_attention_kwargs": {"mask": samples[0]}}
+    all_raise(2, functools.partial(run, wrong), "label")
+
+
 def test_ranks_with_other_shares_are_refused():
     made = case("Flux")
     models = made.copies(2)

@@ -38,8 +38,14 @@ class Case:
 def call(model, inputs):
     """All outputs in one row."""
     with torch.no_grad():
-        outputs = model(**inputs, return_dict=False)
-    return torch.cat([output.flatten() for output in outputs])
+        return torch.cat([output.flatten() for output in outputs_of(model, inputs)])
+
+
+def outputs_of(model, inputs):
+    """Of the model, as tensors. Lists of inputs are copied, since some models empty them."""
+    given = {name: list(value) if isinstance(value, list) else value for name, value in inputs.items()}
+    outputs = model(**given, return_dict=False)
+    return outputs[0] if isinstance(outputs[0], list) else outputs
 
 
 def _double(value):

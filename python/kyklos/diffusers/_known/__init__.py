@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from .._plan import Known
-from . import cogvideox, flux, hunyuan, ltx, mochi, qwen, sd3, wan
+from . import bria, cog, dit, easyanimate, flux, hunyuan, kandinsky, ltx, lumina, mochi, qwen, sd3, wan
 
-KNOWN: dict[str, Known] = {
-    **wan.KNOWN,
-    **flux.KNOWN,
-    **qwen.KNOWN,
-    **ltx.KNOWN,
-    **sd3.KNOWN,
-    **cogvideox.KNOWN,
-    **mochi.KNOWN,
-    **hunyuan.KNOWN,
-}
+_FAMILIES = (wan, flux, qwen, ltx, sd3, cog, mochi, hunyuan, lumina, kandinsky, dit, bria, easyanimate)
+KNOWN: dict[str, Known] = {name: known for family in _FAMILIES for name, known in family.KNOWN.items()}
