@@ -1,7 +1,7 @@
 import gc
 import diffusers
 import pytest
-import tiny_b
+import tiny_joint
 import tiny_transformers as tiny
 import torch
 from diffusers.models import attention_dispatch
@@ -125,9 +125,9 @@ def test_inputs_that_cannot_be_split_are_refused(name, change, pattern):
 @pytest.mark.parametrize(
     ("make", "inputs", "change", "pattern"),
     [
-        (tiny_b.sd3, tiny_b.sd3_inputs, {"skip_layers": [1]}, "called with skip_layers"),
-        (tiny_b.bria, tiny_b.bria_inputs, {"controlnet_single_block_samples": [torch.ones(2, 2, 32)]}, "counted from the number of text"),
-        (tiny_b.mochi, tiny_b.mochi_inputs, {"encoder_attention_mask": tiny_b.padded(20, 7).flip(1)}, "with padding before tokens"),
+        (tiny_joint.sd3, tiny_joint.sd3_inputs, {"skip_layers": [1]}, "called with skip_layers"),
+        (tiny_joint.bria, tiny_joint.bria_inputs, {"controlnet_single_block_samples": [torch.ones(2, 2, 32)]}, "counted from the number of text"),
+        (tiny_joint.mochi, tiny_joint.mochi_inputs, {"encoder_attention_mask": tiny_joint.padded(20, 7).flip(1)}, "with padding before tokens"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_split_are_refused(make, inputs, change, pattern, alone):
@@ -137,7 +137,7 @@ def test_options_that_cannot_be_split_are_refused(make, inputs, change, pattern,
 
 
 def test_configurations_that_cannot_be_split_are_refused(alone):
-    model = tiny_b.hunyuan_video(image_condition_type="token_replace")
+    model = tiny_joint.hunyuan_video(image_condition_type="token_replace")
     with pytest.raises(kyklos.RequestError, match="has image_condition_type='token_replace', which is not split, since its blocks count"):
         parallelize(model, alone)
 
