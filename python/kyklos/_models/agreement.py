@@ -102,5 +102,6 @@ def _fingerprint(module: torch.nn.Module) -> int:
 
 def samples(x: torch.Tensor, count: int) -> torch.Tensor:
     """Values of ``x`` at equal distances, ``[count]``, float32 on the CPU. ``x`` has elements."""
+    x = x if x.dim() else x[None]
     places = torch.linspace(0, x.numel() - 1, count, dtype=torch.float64).long()
     return x.detach()[torch.unravel_index(places.to(x.device), x.shape)].to("cpu", torch.float32).nan_to_num()

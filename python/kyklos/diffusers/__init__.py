@@ -32,11 +32,11 @@ from .._models.execution import execution, has_ring, warn_of_copies
 from .._models.telling import told
 from . import _attention, _hooks
 from ._caught import catch
-from ._plan import Joined, Known, SplitPlan
+from ._plan import Count, Joined, Known, SplitPlan
 from ._plans import choose, find, split_attention_modules
 from ._shares import Shares
 
-__all__ = ["Handle", "Joined", "SplitPlan", "parallelize"]
+__all__ = ["Count", "Handle", "Joined", "SplitPlan", "parallelize"]
 
 _TESTED = (0, 42)
 

@@ -28,7 +28,8 @@ from .._models.telling import tell, told
 from .._rows import gather, sum_rows
 from .._torch_tensors import readable
 from ._inputs import compare
-from ._masks import equal, four_axes, gather_mask, mask_type, rows_of, same_dim
+from ._keys import own_keys, same_dim
+from ._masks import equal, four_axes, gather_mask, mask_type, rows_of
 from ._plan import SplitPlan
 from ._shares import Shares
 
@@ -41,7 +42,6 @@ _lock = threading.RLock()
 _NEEDED = frozenset({"attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "_parallel_config"})
 #: Key masks that are kept. A denoising step has one or two: with and without the prompt.
 _MASKS = 8
-_WHOLE = SplitPlan({})
 
 
 class Split:
@@ -51,12 +51,11 @@ class Split:
     """
 
     def __init__(
-        self, group: Group, name: str, shares: Shares, execution: dict[str, Any], calls: int, plan: SplitPlan = _WHOLE
+        self, group: Group, name: str, shares: Shares, execution: dict[str, Any], calls: int, plan: SplitPlan = SplitPlan({})
     ) -> None:
-        self.group, self.name, self.execution, self.plan = group, name, execution, plan
+        self.group, self.name, self.execution, self.plan, self.shares = group, name, execution, plan, shares
         self.expected = self._due = calls
         self.number = next(_next)
-        self.shares = shares
         self.passes = Passes(group)
         self._forward = 0
         self._calls = 0
@@ -279,6 +278,8 @@ def attention(
                 "use a key mask [batch, keys]",
             )
     attn_mask = None if attn_mask is None else four_axes(attn_mask, split.plan.rows_alike)
+    if split.plan.common_keys:
+        key, value = (own_keys(split.group, x, x.shape[1] - query.shape[1]) for x in (key, value))
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     return torch.ops.kyklos.diffusers_attention(query, key, value, attn_mask, float(scale), split.number)[0]
 
@@ -391,7 +392,9 @@ def _wrapped(backend: Callable[..., Any], accepted: frozenset[str]) -> Callable[
     def call(**given: Any) -> Any:
         split = given.get("_parallel_config")
         if isinstance(split, Split):
-            return attention(split, **given)
+            if not (split.plan.common_keys and given.get("is_causal")):
+                return attention(split, **given)
+            given["_parallel_config"] = None
         return backend(**{name: value for name, value in given.items() if name in accepted})
 
     return call

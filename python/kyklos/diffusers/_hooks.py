@@ -19,7 +19,7 @@ from .._errors import RequestError
 from .._group import Group
 from .._models.telling import told
 from ._attention import Split
-from ._plan import Joined
+from ._plan import Count, Joined
 from ._shares import Shares
 
 # The attribute with the function that computes a block again in backward().
@@ -57,26 +57,31 @@ class Splitter:
         total = x.shape[how.split_dim]
         if name in self.whole and total == 1:
             return x
-        if total < self.group.size:
-            raise RequestError(
-                f"{name} has {total} tokens for {self.group.size} ranks, and each needs one: use fewer ranks, or a longer input"
-            )
-        self.shares.totals[name] = total
+        self.shares.totals[name] = self._enough(total, name)
         return self._own(x, how.split_dim, total)
 
     def _joined(self, x: torch.Tensor, how: Joined, name: str) -> torch.Tensor:
         if x.shape[how.dim] == 1 and how.keys is None:
             return x
-        totals = [self.shares.totals.get(part) for part in how.parts]
-        known = [total for total in totals if total is not None]
-        times, rest = divmod(x.shape[how.dim], max(sum(known), 1))
-        if len(known) < len(totals) or rest or not times or (how.keys is not None and x.shape[how.keys] != sum(known)):
+        lengths = self._lengths(x.shape[how.dim], how, name)
+        if how.keys is not None and x.shape[how.keys] != sum(lengths):
+            raise RequestError(f"{name} has {x.shape[how.keys]} keys for {sum(lengths)} tokens: mend the plan")
+        times = x.shape[how.dim] // max(1, sum(lengths))
+        parts = [part for part in x.split(lengths * times, how.dim) if part.shape[how.dim]]
+        own = torch.cat([self._own(part, how.dim, self._enough(part.shape[how.dim], name)) for part in parts], how.dim)
+        return own if how.keys is None else own.index_select(how.keys, self._order(lengths).to(x.device))
+
+    def _lengths(self, total: int, how: Joined, name: str) -> list[int]:
+        """The tokens of the parts of an input of so many tokens, or of as many for each entry of the batch."""
+        known = [None if part is None else self.shares.totals.get(part) for part in how.parts]
+        left = total - sum(length for length in known if length is not None)
+        unknown = [part for part, length in zip(how.parts, known, strict=True) if length is None]
+        fits = left >= 0 if unknown == [None] else not unknown and total > 0 and total % max(1, total - left) == 0
+        if not fits:
             raise RequestError(
-                f"{name} of shape {list(x.shape)}, where {', '.join(how.parts)} have {', '.join(map(str, totals))} tokens: mend the plan"
+                f"{name} has {total} tokens, and {', '.join(map(str, how.parts))} have {', '.join(map(str, known))}: mend the plan"
             )
-        parts = x.split(known * times, how.dim)
-        own = torch.cat([self._own(part, how.dim, part.shape[how.dim]) for part in parts], how.dim)
-        return own if how.keys is None else own.index_select(how.keys, self._order(known).to(x.device))
+        return [left if length is None else length for length in known]
 
     def _order(self, totals: Sequence[int]) -> torch.Tensor:
         """Positions of joined tokens in the order of the ranks: the parts of rank 0, those of rank 1, and so on."""
@@ -84,12 +89,26 @@ class Splitter:
         cuts = [[start + cut for cut in bounds(total, self.shares.now)] for start, total in zip(starts, totals, strict=False)]
         return torch.cat([torch.arange(cut[rank], cut[rank + 1]) for rank in range(self.group.size) for cut in cuts])
 
+    def count(self, total: int, name: str) -> int:
+        """The tokens of this rank of ``total``."""
+        self.shares.totals[name] = self._enough(total, name)
+        cuts = bounds(total, self.shares.now)
+        return cuts[self.group.rank + 1] - cuts[self.group.rank]
+
+    def _enough(self, total: int, name: str) -> int:
+        if total < self.group.size:
+            raise RequestError(
+                f"{name} has {total} tokens for {self.group.size} ranks, and each needs one: use fewer ranks, or a longer input"
+            )
+        return total
+
     def _own(self, x: torch.Tensor, dim: int, total: int) -> torch.Tensor:
         cuts = bounds(total, self.shares.now)
         return x.narrow(dim, cuts[self.group.rank], cuts[self.group.rank + 1] - cuts[self.group.rank])
 
     def parts(self, x: Any, how: Any, name: str) -> Any:
-        """Of a tensor, or of the tensors of a list or dict. Anything else, such as ``None``, stays; so does what has no plan."""
+        """Of a tensor, of the tensors of a list or dict, or of a number of tokens. Anything else, such as ``None``, stays; so does what has no
+        plan."""
         if how is None:
             return x
         if isinstance(x, dict):
@@ -100,7 +119,9 @@ class Splitter:
             if len(each) != len(x):
                 raise RequestError(f"{name} has {len(x)} tensors, the plan has {len(each)}: mend the plan")
             return type(x)(self.parts(item, h, name) for item, h in zip(x, each, strict=True))
-        if not isinstance(x, torch.Tensor):
+        if isinstance(how, Count):
+            return self.count(x, name)
+        if how is None or not isinstance(x, torch.Tensor):
             return x
         return self.part(x, how, name)
 

@@ -1,4 +1,4 @@
-"""Masks and states of the attention of diffusers, as groups take them."""
+"""Masks of the attention of diffusers, as groups take them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 
 from .._group import Group
 from .._rows import gather
-from .._torch_tensors import readable
 
 
 def four_axes(mask: torch.Tensor, rows_alike: bool) -> torch.Tensor:
@@ -49,10 +48,3 @@ def rows_of(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A mask of this rank's queries over all keys, ``[batch, heads, tokens, keys]``, as the bias of a call."""
     bias = mask.detach().to("cpu").transpose(1, 2)
     return bias if bias.dtype == torch.bool else bias.to(dtype)
-
-
-def same_dim(group: Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Where the group reads them, with zeros up to the next multiple of 8 elements, which change neither q·k nor the rows of v."""
-    states = readable(group, *(x.detach() for x in tensors))
-    dim = -max(x.shape[-1] for x in states) // 8 * -8
-    return tuple(x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in states)

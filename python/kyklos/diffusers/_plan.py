@@ -10,15 +10,22 @@ from typing import Any
 @dataclass(frozen=True)
 class Joined:
     """For ``SplitPlan.modules``: an input, such as a mask, along whose axis ``dim`` the tokens of other inputs lie one after the other. Each
-    part is cut as the input of that name was, which the plan splits in the same forward. An axis that is a multiple as long has such a sequence
-    for each entry of the batch.
+    part is cut as the input of that name was, which the plan splits in the same forward. One part may be ``None``: the tokens that are left,
+    possibly none. An axis that is a multiple as long has such a sequence for each entry of the batch.
 
     :param keys: of a mask with a row for each query: the axis of its keys, which all stay, in the order in which the ranks have them.
     """
 
     dim: int
-    parts: tuple[str, ...]
+    parts: tuple[str | None, ...]
     keys: int | None = None
+
+
+@dataclass(frozen=True)
+class Count:
+    """For ``SplitPlan.modules``: an input that is a number of tokens. The module gets the number of those of this rank, and :class:`Joined` may
+    name it as a part.
+    """
 
 
 @dataclass(frozen=True)
@@ -27,13 +34,16 @@ class SplitPlan:
 
     :param modules: as ``_cp_plan`` of diffusers: for the name of a module (``""`` is the transformer, one ``*`` stands for all
         entries of a list and ``-1`` for the last) the inputs or outputs that are split, or the outputs that are gathered. Inputs may also be
-        :class:`Joined`, and a dict or list of these for an input that is a dict or list, with ``None`` for an entry that stays whole.
+        :class:`Joined` or :class:`Count`, and a dict or list of these for an input that is a dict or list, with ``None`` for an entry that
+        stays whole.
     :param attention: patterns of the attention modules whose keys are split over the ranks. Each makes one call in a forward.
         Attention to tokens that every rank has, such as an unsplit prompt, is not among them.
     :param whole: inputs that stay whole where they have another number of axes than ``modules`` says, or one token.
     :param rows_alike: attention makes masks of its queries and keys, so of this rank's ones only, whose rows are alike but for those of
         padding, which no other token sees. The first row of each rank, of no padding, becomes the mask of its keys.
     :param each_entry: attention modules make one call for each entry of the batch, which is the first axis of ``hidden_states``.
+    :param common_keys: whether these attention modules have keys of tokens that every rank has, before those of the split ones: as many as they
+        have more keys than queries. Their causal calls, which do not count, are of such tokens alone.
     """
 
     modules: Mapping[str, Any]
@@ -41,6 +51,7 @@ class SplitPlan:
     whole: frozenset[str] = frozenset()
     rows_alike: bool = False
     each_entry: bool = False
+    common_keys: bool = False
 
 
 @dataclass(frozen=True)

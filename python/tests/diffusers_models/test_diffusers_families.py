@@ -8,11 +8,12 @@ import test_diffusers_training as training
 import tiny_joint
 import tiny_single
 import tiny_transformers as tiny
+import tiny_video
 from split_models import split
 
 from kyklos.diffusers._known import KNOWN
 
-CASES = {**tiny_joint.CASES, **tiny_single.CASES}
+CASES = {**tiny_joint.CASES, **tiny_single.CASES, **tiny_video.CASES}
 
 
 @functools.cache

@@ -44,8 +44,14 @@ def call(model, inputs):
 def outputs_of(model, inputs):
     """Of the model, as tensors. Lists of inputs are copied, since some models empty them."""
     given = {name: list(value) if isinstance(value, list) else value for name, value in inputs.items()}
-    outputs = model(**given, return_dict=False)
-    return outputs[0] if isinstance(outputs[0], list) else outputs
+    return tensors(model(**given, return_dict=False))
+
+
+def tensors(outputs):
+    """Those of a tuple of tensors, lists of them, and None."""
+    if isinstance(outputs, (list, tuple)):
+        return [tensor for output in outputs for tensor in tensors(output)]
+    return [] if outputs is None else [outputs]
 
 
 def _double(value):
@@ -53,7 +59,7 @@ def _double(value):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, dict):
         return {name: _double(item) for name, item in value.items()}
-    return [_double(item) for item in value] if isinstance(value, list) else value
+    return type(value)(map(_double, value)) if isinstance(value, (list, tuple)) else value
 
 
 def wan(image=False, kind=WanTransformer3DModel, **config):

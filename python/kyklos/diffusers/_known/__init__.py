@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .._plan import Known
-from . import bria, cog, dit, easyanimate, flux, hunyuan, kandinsky, ltx, lumina, mochi, qwen, sd3, wan
+from . import cog, cosmos, dit, flux, hunyuan, kandinsky, ltx, lumina, qwen, sd3, video, wan
 
-_FAMILIES = (wan, flux, qwen, ltx, sd3, cog, mochi, hunyuan, lumina, kandinsky, dit, bria, easyanimate)
+_FAMILIES = (wan, flux, qwen, ltx, sd3, cog, hunyuan, lumina, kandinsky, dit, video, cosmos)
 KNOWN: dict[str, Known] = {name: known for family in _FAMILIES for name, known in family.KNOWN.items()}

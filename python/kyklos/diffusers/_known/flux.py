@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .._plan import Joined, Known, SplitPlan
-from .parts import OUT, tokens
+from .parts import OUT, Input, tokens
 
 _ATTENTION = ("transformer_blocks.*.attn", "single_transformer_blocks.*.attn")
 _INPUTS = {
@@ -15,6 +15,9 @@ _INPUTS = {
 _CONTROLNET = {"controlnet_block_samples": tokens(3), "controlnet_single_block_samples": tokens(3)}
 # Chroma multiplies a mask of 0 and 1 with itself and adds that to the logits: each query has a row of its own.
 _ROWS = {"attention_mask": Joined(-2, ("encoder_hidden_states", "hidden_states"), keys=-1)}
+
+# [tokens, axes], or the same for each batch entry.
+_POSITIONS = Input(split_dim=-2, expected_dims=None, split_output=False)
 
 KNOWN = {
     "FluxTransformer2DModel": Known(
@@ -53,5 +56,22 @@ KNOWN = {
     ),
     "LongCatImageTransformer2DModel": Known(
         SplitPlan({"": _INPUTS, **OUT}, attention=_ATTENTION), frozenset({"LongCatImageAttnProcessor"})
+    ),
+    "BriaFiboTransformer2DModel": Known(
+        SplitPlan(
+            {
+                "": {
+                    "hidden_states": tokens(3),
+                    "encoder_hidden_states": tokens(3),
+                    "text_encoder_layers": tokens(3),
+                    "img_ids": _POSITIONS,
+                    "txt_ids": _POSITIONS,
+                    "joint_attention_kwargs": {"attention_mask": Joined(-1, ("encoder_hidden_states", "hidden_states"))},
+                },
+                **OUT,
+            },
+            attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+        ),
+        frozenset({"BriaFiboAttnProcessor", "BriaAttnProcessor"}),
     ),
 }

@@ -1,12 +1,12 @@
-"""Lumina 2 and Z-Image: refiners of the picture and of the prompt, then one sequence of both."""
+"""Lumina 2 and Z-Image, with refiners of the picture and of the prompt before one sequence of both; and Krea 2."""
 
 from __future__ import annotations
 
 from .._plan import Known, SplitPlan
-from .parts import gathered, tokens
+from .parts import Input, gathered, rope, tokens
 
-# Both models cut the refined picture and prompt to their lengths and join them, so the refined picture is gathered. The refiners of the prompt
-# have few tokens, which every rank computes.
+# Lumina 2 and Z-Image cut the refined picture and prompt to their lengths and join them, so the refined picture is gathered. The refiners of
+# the prompt have few tokens, which every rank computes.
 
 KNOWN = {
     "Lumina2Transformer2DModel": Known(
@@ -38,5 +38,18 @@ KNOWN = {
             attention=("noise_refiner.*.attention", "layers.*.attention"),
         ),
         frozenset({"ZSingleStreamAttnProcessor"}),
+    ),
+    # Prompt and picture are one sequence, in their order: after the last block the transformer takes the picture from the whole of it.
+    "Krea2Transformer2DModel": Known(
+        SplitPlan(
+            {
+                "rotary_emb": rope(2, 0),
+                "transformer_blocks.0": {"hidden_states": tokens(3)},
+                "transformer_blocks.*": {"attention_mask": Input(split_dim=3, expected_dims=4)},
+                "transformer_blocks.-1": gathered(),
+            },
+            attention=("transformer_blocks.*.attn",),
+        ),
+        frozenset({"Krea2AttnProcessor"}),
     ),
 }

@@ -21,14 +21,14 @@ def embedded(axes: int = 3) -> dict[int, Input]:
     return {0: Input(split_dim=1, expected_dims=axes, split_output=True)}
 
 
-def gathered(axes: int) -> Output:
+def gathered(axes: int = 3) -> Output:
     """An output of all tokens, which are axis 1."""
     return Output(gather_dim=1, expected_dims=axes)
 
 
 #: The inputs of the first block, from prompt and picture that lie in two tensors.
 BOTH = {"hidden_states": tokens(3), "encoder_hidden_states": tokens(3)}
-#: The output of all tokens.
-OUT = {"proj_out": gathered(3)}
+#: The output of the usual last module.
+OUT = {"proj_out": gathered()}
 #: Inputs that have one time for all tokens, or one for each.
 PER_TOKEN_TIME = frozenset({"timestep"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from diffusers.models._modeling_parallel import ContextParallelOutput as Output
+
 from .._plan import Known, SplitPlan
 from .parts import OUT, PER_TOKEN_TIME, rope, tokens
 
@@ -23,5 +25,34 @@ KNOWN = {
             {"rope": rope(4, 1), "blocks.0": {"hidden_states": tokens(3)}, **OUT}, attention=("blocks.*.attn1",)
         ),
         frozenset({"SkyReelsV2AttnProcessor"}),
+    ),
+    # Every control block reads the whole first hidden states; the control states go from one to the next.
+    "WanVACETransformer3DModel": Known(
+        SplitPlan(
+            {
+                "rope": rope(4, 1),
+                "vace_blocks.0": {"control_hidden_states": tokens(3)},
+                "vace_blocks.*": {"hidden_states": tokens(3)},
+                "blocks.0": {"hidden_states": tokens(3)},
+                **OUT,
+            },
+            attention=("blocks.*.attn1", "vace_blocks.*.attn1"),
+        ),
+        frozenset({"WanAttnProcessor"}),
+    ),
+    # A frame attends to the face of its time: the queries of whole frames are needed, whose tokens may be on several ranks. They are
+    # gathered for the few keys of the face, and the result is split again.
+    "WanAnimateTransformer3DModel": Known(
+        SplitPlan(
+            {
+                "rope": rope(4, 1),
+                "blocks.0": {"hidden_states": tokens(3)},
+                "face_adapter.*.norm_q": Output(gather_dim=1, expected_dims=4),
+                "face_adapter.*.to_out": {"input": tokens(3)},
+                **OUT,
+            },
+            attention=("blocks.*.attn1",),
+        ),
+        frozenset({"WanAttnProcessor"}),
     ),
 }
