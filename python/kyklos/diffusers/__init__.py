@@ -35,8 +35,9 @@ from ._caught import catch
 from ._plan import Count, Joined, Known, SplitPlan
 from ._plans import choose, find, split_attention_modules
 from ._shares import Shares
+from ._timing import timed
 
-__all__ = ["Count", "Handle", "Joined", "SplitPlan", "parallelize"]
+__all__ = ["Count", "Handle", "Joined", "SplitPlan", "parallelize", "timed"]
 
 _TESTED = (0, 42)
 
