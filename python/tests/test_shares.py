@@ -66,6 +66,18 @@ def test_shares_of_unlike_devices(tensors):
     check(rows, attention(*arrays, visible=causal(TOKENS, TOKENS)))
 
 
+def test_speeds_of_all_ranks():
+    def work(group):
+        speeds = group.speeds(4096, heads=4, kv_heads=2, dim=32)
+        assert group.speeds(128, heads=4, kv_heads=2, dim=32) == speeds, "one measurement for calls of a kind"
+        with pytest.raises(kyklos.RequestError):
+            group.speeds(4096, heads=3, kv_heads=2, dim=32)
+        return speeds
+
+    first, second = kyklos.run_local(2, work, device="cpu")
+    assert first == second and len(first) == 2 and min(first) > 0
+
+
 def test_speed_does_not_count_where_every_rank_has_the_same_work(tensors):
     arrays = tensors(TOKENS)
     for options in ({"fixed_order": True, "mesh": "1x2"}, {"mesh": "2x1"}):

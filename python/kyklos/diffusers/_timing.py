@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import resource
 import statistics
 import sys
 import time
@@ -51,7 +51,7 @@ class timed:
         #: By name, as ``transformer`` and ``vae decode``.
         self.parts: dict[str, Part] = {}
         self.total_s = 0.0
-        #: Most memory of this rank: of its accelerator, and of the process.
+        #: Most memory of this rank: of its accelerator, and of the process; 0 where nobody tells.
         self.accelerator_mib = self.process_mib = 0.0
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
@@ -73,8 +73,11 @@ class timed:
         self.total_s = time.perf_counter() - self._began
         while self._undo:
             self._undo.pop()()
-        unit = 1 if sys.platform == "darwin" else 1024
-        self.process_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _MIB
+        with contextlib.suppress(ImportError):
+            import resource  # Not on Windows.
+
+            unit = 1 if sys.platform == "darwin" else 1024
+            self.process_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _MIB
         if torch.accelerator.is_available():
             self.accelerator_mib = torch.accelerator.max_memory_allocated() / _MIB
         if error is None:
