@@ -11,6 +11,15 @@ use pyo3::types::{PyAnyMethods, PyDict};
 
 use crate::torch_device::TorchBackend;
 
+/// Variables that hide some GPUs from a process.
+const VISIBLE: [&str; 5] = [
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ONEAPI_DEVICE_SELECTOR",
+];
+
 /// The process that opened the first device.
 static PROCESS: OnceLock<u32> = OnceLock::new();
 
@@ -88,9 +97,13 @@ impl Chosen {
             }
             py.import("kyklos._device")?.call_method1("accelerator", (local_rank, auto))?.extract()
         };
-        let found = pyo3::Python::attach(ask).map_err(|error| {
-            Error::request(format!("PyTorch's devices: {error}"), "install PyTorch, or use another device")
-        })?;
+        let found = match pyo3::Python::attach(ask) {
+            // An old PyTorch, or none that works: the program may use arrays of another library.
+            Err(_) if auto => None,
+            found => found.map_err(|error| {
+                Error::request(format!("PyTorch's devices: {error}"), "install PyTorch, or use another device")
+            })?,
+        };
         Ok(found.map(|(name, count)| Self { device: Kind::Torch(name), dealt: Some(count) }))
     }
 
@@ -102,6 +115,10 @@ impl Chosen {
     /// What to tell the user of a machine on which `ranks` processes take GPUs in turn, if some
     /// share one.
     pub(crate) fn warning(&self, ranks: usize) -> Option<String> {
+        // Each process may see GPUs of its own.
+        if VISIBLE.iter().any(|name| std::env::var_os(name).is_some()) {
+            return None;
+        }
         let gpus = self.dealt.filter(|gpus| *gpus < ranks)?;
         Some(format!(
             "{ranks} ranks of this machine share {gpus} GPU{}, and take turns on it: start one rank for each GPU",

@@ -130,7 +130,8 @@ fn device(py: Python<'_>, name: &str, (local_rank, ranks): (usize, usize)) -> Py
     let (device, warning) = py.detach(open).map_err(|error| errors::of_call(py, &error))?;
     if let Some(text) = warning.filter(|_| local_rank == 0) {
         let text = CString::new(text).unwrap_or_default();
-        PyErr::warn(py, &py.get_type::<PyUserWarning>(), &text, 1)?;
+        // Where warnings are errors, the other ranks still wait for this one.
+        let _ = PyErr::warn(py, &py.get_type::<PyUserWarning>(), &text, 1);
     }
     Ok(device)
 }

@@ -48,6 +48,8 @@ pub(crate) fn dtype_of(name: &str) -> Result<Dtype> {
         "float32" => Ok(Dtype::F32),
         "float16" => Ok(Dtype::F16),
         "bfloat16" => Ok(Dtype::Bf16),
-        other => Ok(other.parse()?),
+        other => other.parse().map_err(|_| {
+            Error::request(format!("dtype {other:?} is not known"), "use \"float32\", \"float16\" or \"bfloat16\"")
+        }),
     }
 }

@@ -47,6 +47,8 @@ def test_every_rank_has_a_token_whatever_its_pace():
     slow = Pace((1, 10**14, 1), (10**12, 1, 10**12))
     assert slow.counts(3, [(8, (None, 0))]) == [1, 1, 1]
     assert slow.counts(1000, [(8, (None, 0))])[1] == 1
+    with pytest.raises(ValueError, match="2 tokens for 3 ranks"):
+        slow.counts(2, [])
     assert sum(slow.counts(2**24, [(64, (None, 0)), (64, (1023, 0))])) == 2**24
 
 
@@ -66,14 +68,14 @@ def test_time_of_a_token(monkeypatch):
 
     seen = []
     monkeypatch.setattr(pace.time, "perf_counter", lambda: clock)
-    assert pace.token_ns(run, 10**6) == pytest.approx(1e5, rel=0.1)
+    assert pace.token_ns(run, 10**6) == (pytest.approx(1e5, rel=0.1), 1024)
     assert seen == [64, 64, 256, 256, 1024, 1024]
     seen.clear()
-    assert pace.token_ns(run, 100) == pytest.approx(1.4e5, rel=0.01) and seen == [64, 64, 100, 100]
+    assert pace.token_ns(run, 100) == (pytest.approx(1.4e5, rel=0.01), 100) and seen == [64, 64, 100, 100]
 
 
 def test_a_pass_that_one_rank_alone_would_do_faster_is_told_once():
-    of, attention, watch = Pace((1000, 3000), (10**9, 10**9)), [(4, (None, 0))], pace.Watch()
+    of, attention, watch = Pace((1000, 3000), (10**9, 10**9)), [(4, (None, 0))], pace.Watch(900)
     alone = of.alone(0, 1000, attention)
     assert alone == pytest.approx(1000 * 1e-6 + 4 * 1000 * 1001 / 2 / 1e9) and of.alone(1, 1000, attention) > alone
     with warnings.catch_warnings():
@@ -83,8 +85,15 @@ def test_a_pass_that_one_rank_alone_would_do_faster_is_told_once():
             watch.saw(of, 1000, attention, wall)
         watch.saw(of, 2000, attention, 9.0)
         watch.saw(of, 2000, attention, 9.0)
+        for _ in range(4):
+            # Fewer than pace was measured with; one rank.
+            watch.saw(of, 899, attention, 9.0)
+            watch.saw(Pace((1000,), (10**9,)), 2000, attention, 9.0)
     with pytest.warns(UserWarning, match="a pass over 2000 tokens takes 9 s on 2 ranks, and would take about 0.01 s on rank 0 alone"):
         watch.saw(of, 2000, attention, 9.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         watch.saw(of, 2000, attention, 9.0)
+        # Warnings that are errors end nothing.
+        for _ in range(4):
+            pace.Watch(1).saw(of, 2000, attention, 9.0)

@@ -29,7 +29,11 @@ def execution(group: Group, mesh: str | None, strategy: str | None, wire: str | 
 def has_ring(group: Group, options: dict[str, Any]) -> bool:
     """Whether ranks attend from other tokens, and not only with other heads. In the plan of a small call: those of the model are not known
     yet."""
-    plan = group.plan([16] * group.size, heads=8 * group.size, dim=64, **options)
+    try:
+        plan = group.plan([16] * group.size, heads=8 * group.size, dim=64, **options)
+    except RequestError as error:
+        # No vote has told the others.
+        raise RequestError(str(error)) from None
     return not plan.steps["mesh"].endswith("x1")
 
 

@@ -6,6 +6,7 @@ query and a key in a second. It has consecutive tokens, so with a causal mask la
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
@@ -22,6 +23,8 @@ Reach = tuple[int | None, int | None]
 _FIRST, _MOST, _LONG_ENOUGH_S = 64, 4096, 0.1
 # Numbers that differ by less are equal: measurements vary.
 _NOISE = 0.1
+# Lengths of passes that are watched at a time.
+_LENGTHS = 64
 # Nanoseconds in a second.
 _S = 10**9
 
@@ -43,6 +46,8 @@ class Pace:
 
         :param attention: query heads of all layers that reach so far, for each reach.
         """
+        if tokens < len(self.token_ns):
+            raise ValueError(f"{tokens} tokens for {len(self.token_ns)} ranks")
         return list(_counts(self, tokens, tuple(attention)))
 
     def _cost(self, rank: int, tokens: int, attention: Sequence[tuple[int, Reach]], first: int, end: int) -> int:
@@ -62,25 +67,36 @@ class Pace:
 
 
 class Watch:
-    """Compares passes of a split model with what the fastest rank would need alone, and says once if that is less."""
+    """Compares passes of a split model with what the fastest rank would need alone, and says once if that is less.
 
-    def __init__(self) -> None:
-        self._walls_s: dict[int, list[float]] = {}
+    :param least: tokens with which pace was measured: of fewer ones each takes longer.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        #: Of passes over so many tokens their number, and the shortest time.
+        self._seen: dict[int, tuple[int, float]] = {}
         self._has_told = False
 
     def saw(self, pace: Pace, tokens: int, attention: Sequence[tuple[int, Reach]], wall_s: float) -> None:
         """A pass over so many tokens took so long. Warns after the third one that is too long: the first ones may compile."""
-        walls_s = self._walls_s.setdefault(tokens, [])
-        walls_s.append(wall_s)
-        if self._has_told or len(walls_s) < 3:
+        size = len(pace.token_ns)
+        if self._has_told or size == 1 or tokens < self._least:
             return
-        alone_s, rank = min((pace.alone(rank, tokens, attention), rank) for rank in range(len(pace.token_ns)))
-        if min(walls_s) > (1 + _NOISE) * alone_s:
-            self._has_told = True
+        number, shortest_s = self._seen.pop(tokens, (0, wall_s))
+        number, shortest_s = number + 1, min(shortest_s, wall_s)
+        if len(self._seen) >= _LENGTHS:
+            self._seen.clear()
+        self._seen[tokens] = number, shortest_s
+        alone_s, rank = min((pace.alone(rank, tokens, attention), rank) for rank in range(size))
+        if number < 3 or shortest_s <= (1 + _NOISE) * alone_s:
+            return
+        self._has_told = True
+        # Where warnings are errors, this one must not end the group in the middle of a pass.
+        with contextlib.suppress(UserWarning):
             warnings.warn(
-                f"a pass over {tokens} tokens takes {min(walls_s):.3g} s on {len(pace.token_ns)} ranks, and would take about {alone_s:.3g} s on rank "
-                f"{rank} alone: the time of messages is more than what the others save; use longer inputs, a faster network, another strategy or "
-                "wire, or one rank",
+                f"a pass over {tokens} tokens takes {shortest_s:.3g} s on {size} ranks, and would take about {alone_s:.3g} s on rank {rank} alone: "
+                "the time of messages is more than what the others save; use longer inputs, a faster network, another strategy or wire, or one rank",
                 stacklevel=2,
             )
 
@@ -130,14 +146,14 @@ def _smoothed(numbers: Sequence[int]) -> tuple[int, ...]:
     return (most,) * len(numbers) if most - least <= _NOISE * most else tuple(numbers)
 
 
-def token_ns(run: Callable[[int], None], most: int) -> int:
-    """Nanoseconds of a token in ``run(tokens)``, with as many tokens as it takes to be long, and at most ``most``."""
+def token_ns(run: Callable[[int], None], most: int) -> tuple[int, int]:
+    """Nanoseconds of a token in ``run(tokens)``, with as many tokens as it takes to be long, and at most ``most``; and that number."""
     tokens = min(_FIRST, most)
     while True:
         # The first run allocates memory and compiles kernels.
         seconds = min(_timed(run, tokens), _timed(run, tokens))
         if seconds >= _LONG_ENOUGH_S or tokens >= min(_MOST, most):
-            return max(1, round(seconds / tokens * _S))
+            return max(1, round(seconds / tokens * _S)), tokens
         tokens = min(4 * tokens, _MOST, most)
 
 

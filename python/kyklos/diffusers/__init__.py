@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ import torch
 from .._errors import RequestError
 from .._group import Group
 from .._models.execution import execution, has_ring, warn_of_copies
-from .._models.telling import told
+from .._models.telling import tell, told
 from . import _attention, _hooks
 from ._caught import catch
 from ._plan import Count, Joined, Known, SplitPlan
@@ -151,7 +152,7 @@ def _parallelized(
             for module in find(transformer, pattern):
                 _add(handle, module, how, splitter)
         end = functools.partial(_end, split, handle._checkpoints)
-        handle._hooks.append(transformer.register_forward_hook(end))
+        handle._hooks.append(transformer.register_forward_hook(end, always_call=True))
         for module in modules:
             processor: Any = module.processor
             if not hasattr(processor, "_parallel_config"):
@@ -192,7 +193,7 @@ def _begin(
     with told(split.group):
         given = {**dict(zip(arguments, args, strict=False)), **kwargs}
         for argument, why in known.refused.items():
-            if given.get(argument) is not None:
+            if given.get(argument) is not None and given[argument] is not False:
                 raise RequestError(
                     f"{split.name} is called with {argument}, which split transformers do not take, since {why}: leave it out"
                 )
@@ -215,6 +216,11 @@ def _begin(
 @torch.compiler.disable
 def _end(split: _attention.Split, checkpoints: _hooks.Checkpoints, module: torch.nn.Module, args: Any, output: Any) -> None:
     checkpoints.restore()
+    error = sys.exc_info()[1]
+    if output is None and isinstance(error, Exception):
+        # A fault of this rank: the others learn of it in the call that they are in.
+        tell(split.group, error)
+        return
     with told(split.group):
         split.end()
 

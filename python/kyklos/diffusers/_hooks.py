@@ -49,7 +49,7 @@ class Splitter:
         if isinstance(how, Joined):
             return self._joined(x, how, name)
         if how.expected_dims is not None and x.dim() != how.expected_dims:
-            if name in self.whole:
+            if name in self.whole and x.dim() < how.expected_dims:
                 return x
             raise RequestError(
                 f"{name} has {x.dim()} axes, the plan expects {how.expected_dims}: pass it in the shape that the pipeline of diffusers uses"

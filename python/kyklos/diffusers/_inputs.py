@@ -16,7 +16,7 @@ from .._rows import gather
 #: Axes and values of each input that ranks compare, and the relative difference that unlike devices may have.
 _AXES, _SAMPLES, _DRIFT = 8, 8, 0.25
 #: The same for inputs that no network has computed.
-_ROUNDING = 1e-3
+_ROUNDING = 1e-4
 
 
 def compare(group: Group, inputs: dict[str, Any], place: str) -> None:
@@ -49,6 +49,7 @@ def compare(group: Group, inputs: dict[str, Any], place: str) -> None:
                 )
             own, first = own[_AXES:], first[_AXES:]
             drift = _ROUNDING if _is_setting(name, tensors[name]) else _DRIFT
+            drift = drift if tensors[name].is_floating_point() else 0
             if (own - first).norm() > drift * (own.norm() + first.norm()):
                 raise agreed(
                     rank,

@@ -38,7 +38,7 @@ class SplitPlan:
         stays whole.
     :param attention: patterns of the attention modules whose keys are split over the ranks. Each makes one call in a forward.
         Attention to tokens that every rank has, such as an unsplit prompt, is not among them.
-    :param whole: inputs that stay whole where they have another number of axes than ``modules`` says, or one token.
+    :param whole: inputs that stay whole where they have fewer axes than ``modules`` says, or one token.
     :param rows_alike: attention makes masks of its queries and keys, so of this rank's ones only, whose rows are alike but for those of
         padding, which no other token sees. The first row of each rank, of no padding, becomes the mask of its keys.
     :param each_entry: attention modules make one call for each entry of the batch, which is the first axis of ``hidden_states``.

@@ -31,7 +31,7 @@ class Shares:
         self.now = _whole(checked_shares(given, group.size))
         #: Tokens of all ranks of the inputs that the forward has split so far, by name.
         self.totals: dict[str, int] = {}
-        self._by_pace = given == "auto"
+        self._by_pace = isinstance(given, str) and given == "auto"
         self._pace: Pace | None = None
         #: The shapes of the inputs of the last forward, and the shares that were chosen for some.
         self._shapes: tuple[Any, ...] = ()
@@ -45,7 +45,7 @@ class Shares:
         self._seen: list[int] = []
         #: The tokens of the forward and the heads of its attention, where its shares are chosen.
         self._chosen: dict[tuple[Any, ...], tuple[int, list[tuple[int, Reach]]]] = {}
-        self._watch = Watch()
+        self._watch: Watch | None = None
         self._device = torch.device("cpu")
         self._began = self._attending = 0.0
 
@@ -92,7 +92,7 @@ class Shares:
         wall_s = time.perf_counter() - self._began
         if self._pace is None:
             self._seen.append(max(1, round((wall_s - self._attending) / self._own * _S)))
-        elif self._group.rank == 0 and self._shapes in self._chosen:
+        elif self._watch is not None and self._shapes in self._chosen:
             self._watch.saw(self._pace, *self._chosen[self._shapes], wall_s)
 
     def _choose(self, passes: Passes) -> None:
@@ -106,6 +106,8 @@ class Shares:
             speeds = self._group.speeds(_USUAL_TOKENS, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
             self._pace = Pace.of([(high << 24) + low for _, high, low in rows], speeds)
         tokens = sum(own for own, _, _ in rows)
+        if self._watch is None and self._group.rank == 0:
+            self._watch = Watch(tokens)
         attention: list[tuple[int, Reach]] = [(layer_heads, (None, None))]
         self._known[self._shapes] = tuple(self._pace.counts(tokens, attention if self._has_ring else []))
         self._chosen[self._shapes] = tokens, attention

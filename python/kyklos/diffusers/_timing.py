@@ -58,14 +58,15 @@ class timed:
         self._table = "not measured yet"
 
     def __enter__(self) -> timed:
+        if torch.accelerator.is_available():
+            with contextlib.suppress(RuntimeError):
+                torch.accelerator.reset_peak_memory_stats()
         parts = {name: part for name, part in self._pipe.components.items() if isinstance(part, torch.nn.Module)}
         for name, part in parts.items():
             self._time(part, "forward", name)
             for method in _METHODS:
                 if callable(getattr(part, method, None)):
                     self._time(part, method, f"{name} {method}")
-        if torch.accelerator.is_available():
-            torch.accelerator.reset_peak_memory_stats()
         self._began = time.perf_counter()
         return self
 
@@ -79,7 +80,8 @@ class timed:
             unit = 1 if sys.platform == "darwin" else 1024
             self.process_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _MIB
         if torch.accelerator.is_available():
-            self.accelerator_mib = torch.accelerator.max_memory_allocated() / _MIB
+            with contextlib.suppress(RuntimeError):
+                self.accelerator_mib = torch.accelerator.max_memory_allocated() / _MIB
         if error is None:
             self._table = self._of_all_ranks()
 

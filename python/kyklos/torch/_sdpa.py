@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import threading
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint as checkpoints
+from torch.utils.checkpoint import CheckpointFunction
 
 from .._errors import RequestError
 from .._group import Group
@@ -37,8 +41,8 @@ def scaled_dot_product_attention(
 
     :param query: this rank's queries ``[batch, heads, tokens, dim]``, or without the axis of the batch; ``key`` and ``value`` likewise, with
         as many heads, or fewer with ``enable_gqa``. Values may have another dim.
-    :param attn_mask: of this rank's queries by the keys of all ranks: bool, in which false hides a key, or added to the logits; it broadcasts
-        to ``[batch, heads, tokens, keys]``.
+    :param attn_mask: of this rank's queries by the keys of all ranks: bool, in which false hides a key, or added to the logits. It broadcasts
+        to ``[batch, heads, tokens, keys]`` but for its last axis, which has all keys.
     :param is_causal: a query sees the tokens of lower ranks, and those before it on its own.
     :param dropout_p: 0.
     :returns: ``[batch, heads, tokens, dim of values]``. Its gradients are as those of :func:`attention`.
@@ -56,7 +60,9 @@ class split_attention(TorchFunctionMode):
         with kyklos.torch.split_attention(group):
             y = model(x[:, rows])       # of this rank's tokens; positions are the model's own, so pass those of the whole sequence
 
-    It is for models whose other layers treat each token by itself. All ranks make the same calls. Calls whose keys every rank has whole, such as
+    It is for models whose other layers treat each token by itself, and which attend in no other way: other threads, ``flex_attention`` and
+    operators called by name are not seen, and attend to the tokens of one rank. All ranks make the same calls. ``backward()`` may follow the block, also
+    where checkpoints compute a part of it again. Calls whose keys every rank has whole, such as
     attention to a prompt, belong outside of the block, or into ``local``.
 
     :param local: called with the query, key and value of a call; true if the call attends to the tokens of this rank only.
@@ -67,7 +73,8 @@ class split_attention(TorchFunctionMode):
         super().__init__()
         self._group, self._local, self._called = group, local, False
         # Of PyTorch's functions the one that calls the other: what it calls is outside of the mode.
-        self._of_modules = FunctionType(_MODULES.__code__, {**_MODULES.__globals__, _SDPA.__name__: self._attend})
+        inside = {_SDPA.__name__: self._attend, "has_torch_function": lambda _: False}
+        self._of_modules = FunctionType(_MODULES.__code__, {**_MODULES.__globals__, **inside})
         self._of_modules.__defaults__, self._of_modules.__kwdefaults__ = _MODULES.__defaults__, _MODULES.__kwdefaults__
 
     def __torch_function__(
@@ -75,12 +82,23 @@ class split_attention(TorchFunctionMode):
     ) -> Any:
         given = kwargs or {}
         if func is _MODULES:
-            if _PARAMETERS.bind(*args, **given).arguments.get("need_weights", True):
+            named = _PARAMETERS.bind(*args, **given).arguments
+            if named.get("need_weights", True):
                 raise self._group.refuse("a MultiheadAttention that is asked for its weights", "call it with need_weights=False")
+            if named.get("bias_k") is not None or named.get("add_zero_attn"):
+                raise self._group.refuse(
+                    "a MultiheadAttention with add_bias_kv or add_zero_attn, whose key each rank would add", "make it without"
+                )
             func = self._of_modules
         return (self._attend if func is _SDPA else func)(*args, **given)
 
+    def __enter__(self) -> split_attention:
+        super().__enter__()
+        _blocks().append(self)
+        return self
+
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        _blocks().pop()
         super().__exit__(kind, error, trace)
         if error is None and not self._called:
             raise RequestError(
@@ -95,6 +113,50 @@ class split_attention(TorchFunctionMode):
             if self._local(states["query"], states["key"], states["value"]):
                 return _SDPA(*args, **given)
         return scaled_dot_product_attention(*args, **given, group=self._group)
+
+
+def _blocks() -> list[split_attention]:
+    """The blocks that this thread is in."""
+    if not hasattr(_local, "blocks"):
+        _local.blocks = []
+    return _local.blocks
+
+
+def _again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which ``backward()`` calls again, then in the block that this thread is in now."""
+    block = _blocks()[-1] if _blocks() else None
+
+    def run(*args: Any, **given: Any) -> Any:
+        # backward() has no modes, also where it is called in the block.
+        if block is None or block in _get_current_function_mode_stack():
+            return function(*args, **given)
+        with block:
+            return function(*args, **given)
+
+    return run
+
+
+def _remember_blocks() -> None:
+    """PyTorch's checkpoints of both kinds call their functions again in the block that they were in."""
+    # The second name is that of earlier releases.
+    names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    name = next(name for name in names if hasattr(checkpoints, name))
+    forward, generator = CheckpointFunction.forward, getattr(checkpoints, name)
+
+    @functools.wraps(forward)
+    def reentrant(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
+        return forward(ctx, _again(function), *args)
+
+    @functools.wraps(generator)
+    def other(function: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        return generator(_again(function), *args, **given)
+
+    CheckpointFunction.forward = staticmethod(reentrant)  # type: ignore[method-assign]
+    setattr(checkpoints, name, other)
+
+
+_local = threading.local()
+_remember_blocks()
 
 
 def _called(
@@ -117,6 +179,8 @@ def _called(
             raise Wrong("attn_mask beside is_causal", "leave out one of them, as for PyTorch's function")
         if any(x.dim() != 4 for x in states):
             raise Wrong(f"tensors of {query.dim()}, {key.dim()} and {value.dim()} axes", "pass [batch, heads, tokens, dim]")
+        if 0 in (query.shape[-1], value.shape[-1]):
+            raise Wrong("heads of no elements", "pass [batch, heads, tokens, dim]")
         if not enable_gqa and q.shape[1] != k.shape[1]:
             raise Wrong(f"{q.shape[1]} query heads for {k.shape[1]} key heads", "pass enable_gqa=True")
     except Wrong as wrong:

@@ -103,6 +103,8 @@ class Handle:
     def counts(self, tokens: int) -> list[int]:
         """The tokens that each rank computes in a pass over ``tokens`` tokens, by rank: consecutive ones, or all of them where they are few."""
         split = self._installed()
+        if tokens < 1:
+            raise ValueError(f"{tokens} tokens")
         return split.counts(tokens) or [tokens] * split.group.size
 
     def rows(self, tokens: int) -> tuple[int, int]:
@@ -113,11 +115,12 @@ class Handle:
         """Makes a ``Trainer`` of transformers, made with the split model, train over the ranks, before ``trainer.train()``. All ranks call it.
 
         Each rank has a ``Trainer`` with the same arguments, seed and data, which believes to be alone. Its gradients are summed before they are
-        clipped; losses and metrics are those of the whole texts; rank 0 saves and reports.
+        clipped; losses and metrics are those of the whole texts; rank 0 saves and reports. Callbacks run on each rank and must decide alike.
+        :meth:`remove` makes it a usual ``Trainer`` again.
 
         :raises RequestError: a ``Trainer`` of several processes or GPUs, or of another model.
         """
-        trainers.prepare(self._installed(), trainer)
+        trainers.prepare(self._installed(), trainer, self._undo)
 
     def remove(self) -> None:
         """Restores the model. It may be called twice. Caches of the model can no longer be used."""

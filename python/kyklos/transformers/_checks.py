@@ -136,8 +136,8 @@ def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[tor
     return Traits(plain.attended, packs, caches, by_default, call, attention)
 
 
-def token_ns(base: PreTrainedModel, forward: Any, group: Group, names: dict[torch.nn.Module, str]) -> int:
-    """Nanoseconds of this rank for a token in all layers, without attention."""
+def token_ns(base: PreTrainedModel, forward: Any, group: Group, names: dict[torch.nn.Module, str]) -> tuple[int, int]:
+    """Nanoseconds of this rank for a token in all layers, without attention; and with how many tokens that was measured."""
     vocabulary, device = _embeddings(base).shape[0], _embeddings(base).device
 
     def run(tokens: int) -> None:

@@ -70,7 +70,7 @@ def install(split: SplitModel, undo: Undo) -> None:
 
 
 def _generate(split: SplitModel, generate: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    split.generating = True
+    before, split.generating = split.generating, True
     try:
         with told(split.group):
             if kwargs.get("streamer") is not None and split.group.rank > 0:
@@ -79,7 +79,7 @@ def _generate(split: SplitModel, generate: Callable[..., Any], /, *args: Any, **
                 )
             return generate(*args, **kwargs)
     finally:
-        split.generating = False
+        split.generating = before
 
 
 def _prepare_cache(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,12 +51,12 @@ class SplitModel:
         self.model = model
         self.base = checks.body_of(model)
         self.group, self.execution, self.gather = group, execution, gather
-        self.by_pace = shares == "auto"
+        self.by_pace = isinstance(shares, str) and shares == "auto"
         self.shares = checked_shares(shares, group.size)
         #: With shares by it.
         self.pace: Pace | None = None
         self.attention: list[tuple[int, Reach]] = []
-        self._watch = Watch()
+        self._watch: Watch | None = None
         if gather not in ("auto", "none"):
             raise RequestError(f'gather is {gather!r}: use "auto" or "none"')
         checks.refuse_unsplittable(model, self.base)
@@ -108,7 +109,8 @@ class SplitModel:
             self._check(*expected)
         if self.by_pace:
             with checks.rotary_state_kept(self.base):
-                own = checks.token_ns(self.base, self._run, self.group, self.names)
+                own, least = checks.token_ns(self.base, self._run, self.group, self.names)
+            self._watch = Watch(least) if self.group.rank == 0 else None
             speeds = self.group.speeds(_USUAL_TOKENS, **self.traits.call)
             self.pace = self._passes.pace(own, speeds)
             self.attention = self.traits.attention if has_ring(self.group, self.execution) else []
@@ -227,7 +229,8 @@ class SplitModel:
         # Passes with a cache have no gradients.
         number = self._passes.next(self.model, torch.is_grad_enabled() and cache is None)
         visible = mask.to(torch.bool) if mask is not None and mask.is_floating_point() else mask
-        label = f"{self._passes.model}, pass {number}, inputs {given_inputs.digest(tokens_of, positions, visible, self.labels)},"
+        whose = zlib.crc32(f"{self.counts(tokens)} {self.gather}".encode())
+        label = f"{self._passes.model}, pass {number}, shares {whose:08x}, inputs {given_inputs.digest(tokens_of, positions, visible, self.labels)},"
         compare_rows(self.group, {**given_inputs.embeddings(inputs), "labels": self.labels}, label)
         began = time.perf_counter()
         forward = Forward(
@@ -351,7 +354,7 @@ class SplitModel:
             )
 
     def _compare_with_one_rank(self, past: int, shape: tuple[int, int], began: float) -> None:
-        if self.pace is not None and past == 0 and self.group.rank == 0 and not torch.is_grad_enabled():
+        if self.pace is not None and self._watch is not None and past == 0 and not torch.is_grad_enabled():
             # After the rows were gathered, the device has computed them.
             self._watch.saw(self.pace, shape[1], self.traits.attention, (time.perf_counter() - began) / shape[0])
 

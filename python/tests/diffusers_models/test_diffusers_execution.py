@@ -115,6 +115,55 @@ def test_forwards_that_fail_on_one_rank_leave_the_ranks_agreed_on_their_shares(m
     assert first == second and sum(first) == 105
 
 
+def test_a_fault_in_a_block_of_one_rank_is_told():
+    made = case("Wan")
+    models = made.copies(2)
+
+    def fails(*_):
+        raise ZeroDivisionError("no luck")
+
+    def work(group):
+        model = models[group.rank]
+        with parallelize(model, group):
+            for block in (0, 1):
+                hook = model.blocks[block].register_forward_hook(fails) if group.rank == 1 else None
+                with pytest.raises((kyklos.RequestError, ZeroDivisionError), match="no luck"):
+                    tiny.call(model, made.inputs)
+                    # The last block has no attention after it: the other rank learns of it in its next forward.
+                    tiny.call(model, made.inputs)
+                if hook is not None:
+                    hook.remove()
+                assert made.error(tiny.call(model, made.inputs)) <= made.tolerance
+
+    kyklos.run_local(2, work, device="cpu", deadline_s=30)
+
+
+@pytest.mark.parametrize("other", [{"timestep": torch.tensor([701, 700])}, {"timestep": torch.tensor([700.2, 700.0])}], ids=str)
+def test_another_time_on_one_rank_is_refused(other):
+    made = case("Wan")
+    models = made.copies(2)
+    given = [{**made.inputs, "timestep": made.inputs["timestep"].to(other["timestep"].dtype)}, {**made.inputs, **other}]
+
+    def run(group):
+        with parallelize(models[group.rank], group):
+            tiny.call(models[group.rank], given[group.rank])
+
+    all_raise(2, run, "other values of timestep")
+
+
+def test_an_input_of_more_axes_than_its_plan_is_refused():
+    made = next(make() for name, make in tiny.CASES.items() if name.startswith("LTX"))
+    models = made.copies(2)
+    tokens = made.inputs["hidden_states"].shape[1]
+    inputs = {**made.inputs, "timestep": torch.full((made.inputs["hidden_states"].shape[0], tokens, 1), 500.0)}
+
+    def run(group):
+        with parallelize(models[group.rank], group):
+            tiny.call(models[group.rank], inputs)
+
+    all_raise(2, run, "timestep has 3 axes, the plan expects 2")
+
+
 def test_a_copy_keeps_the_shares_and_chooses_its_own(monkeypatch):
     paced(monkeypatch, (1000, 3000))
     made = case("Wan")

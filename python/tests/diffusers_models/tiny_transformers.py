@@ -277,4 +277,8 @@ CASES = {
     "LTX 2": lambda: Case(ltx2(), ltx2_inputs()),
     "LTX 2, a time for each token": lambda: Case(ltx2("interleaved"), ltx2_inputs(True)),
     "SkyReels V2": lambda: Case(wan(kind=SkyReelsV2Transformer3DModel), wan_inputs()),
+    "SkyReels V2, a time for each frame": lambda: Case(
+        wan(kind=SkyReelsV2Transformer3DModel),
+        {**wan_inputs(), "timestep": torch.tensor([[700, 300, 20], [40, 999, 5]]), "enable_diffusion_forcing": True},
+    ),
 }

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.nn import functional as F
 
 import kyklos
@@ -155,6 +156,53 @@ def test_a_model_of_pytorchs_own_modules(training):
             assert (got - parameter.grad).abs().max() < 1e-5 * max(1, parameter.grad.abs().max())
 
 
+class Checkpointed(torch.nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layer, self.reentrant = encoder(), reentrant
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("within", [False, True])
+def test_blocks_that_are_computed_again(reentrant, within):
+    model = Checkpointed(reentrant).train()
+    x = torch.randn(2, ENDS[-1], 32, generator=torch.Generator().manual_seed(6))
+    alone = copy.deepcopy(model.layer).double()
+    alone(x.double()).square().sum().backward()
+    copies = [copy.deepcopy(model) for _ in TOKENS]
+
+    def work(group):
+        own = copies[group.rank]
+        with split_attention(group):
+            loss = own(x[:, rows(group)].clone().requires_grad_()).square().sum()
+            if within:
+                loss.backward()
+        if not within:
+            loss.backward()
+        sum_gradients(own.parameters(), group)
+        return [parameter.grad for parameter in own.parameters()]
+
+    for gradients in kyklos.run_local(3, work, device="cpu"):
+        for got, parameter in zip(gradients, alone.parameters(), strict=True):
+            assert (got - parameter.grad).abs().max() < 1e-5 * max(1, parameter.grad.abs().max())
+
+
+def test_beside_another_mode():
+    model = encoder().eval()
+    x = torch.randn(2, ENDS[-1], 32, generator=torch.Generator().manual_seed(6))
+
+    def work(group):
+        with torch.device("cpu"), split_attention(group), torch.no_grad():
+            return model(x[:, rows(group)])
+
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double())
+    assert (torch.cat(kyklos.run_local(3, work, device="cpu"), 1) - exact).abs().max() < 1e-5
+
+
 def test_without_gradients_no_fast_path_of_pytorch_passes_by():
     model = encoder().eval()
     x = torch.randn(2, ENDS[-1], 32, generator=torch.Generator().manual_seed(6))
@@ -188,7 +236,12 @@ def test_attention_that_is_not_seen_is_refused():
     attend = torch.nn.MultiheadAttention(16, 2, batch_first=True)
     x = torch.randn(1, 4, 16)
 
+    more = [torch.nn.MultiheadAttention(16, 2, batch_first=True, **{name: True}) for name in ("add_bias_kv", "add_zero_attn")]
+
     def work(group):
+        for each in more:
+            with pytest.raises(kyklos.RequestError, match="add_bias_kv or add_zero_attn"), split_attention(group):
+                each(x, x, x, need_weights=False)
         with pytest.raises(kyklos.RequestError, match="need_weights=False"), split_attention(group):
             attend(x, x, x)
         with pytest.raises(kyklos.RequestError, match="nothing calls"), split_attention(group):

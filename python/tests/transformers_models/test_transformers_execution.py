@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import build, error, on_ranks, output, reference, texts
@@ -89,8 +90,8 @@ def paced(monkeypatch, pace):
     token_ns = _checks.token_ns
 
     def measure(*args):
-        measured.append(token_ns(*args))
-        return measured[-1]
+        measured.append(token_ns(*args)[0])
+        return measured[-1], 1
 
     monkeypatch.setattr(_checks, "token_ns", measure)
     monkeypatch.setattr(Pace, "of", staticmethod(lambda *_: pace))
@@ -126,6 +127,38 @@ def test_with_other_heads_for_each_rank_attention_does_not_count(monkeypatch):
     paced(monkeypatch, Pace((1000, 1000), (10**9, 1)))
     for counts in on_ranks(build("llama"), 2, lambda split, handle, group: handle.counts(1000), shares="auto", mesh="2x1"):
         assert counts == [500, 500]
+
+
+@pytest.mark.parametrize("gather", ["auto", "none"])
+def test_ranks_with_other_shares_are_told(gather):
+    models = [copy.deepcopy(build("llama")) for _ in range(2)]
+    ids = texts(1, 30)
+
+    def work(group):
+        kyklos.transformers.parallelize(models[group.rank], group, shares=[[2, 1], [1, 2]][group.rank], gather=gather)
+        with pytest.raises(kyklos.RequestError, match="label"):
+            models[group.rank](ids, labels=ids, use_cache=False)
+
+    kyklos.run_local(2, work, device="cpu")
+
+
+@pytest.mark.parametrize("wrong", [{"strategy": "fast"}, {"mesh": "1x3"}, {"mesh": "1x2", "strategy": "ulysses"}, {"shares": "fast"}], ids=str)
+def test_options_that_are_wrong_on_one_rank_are_an_error_of_all(wrong):
+    models = [copy.deepcopy(build("llama")) for _ in range(2)]
+
+    def work(group):
+        with pytest.raises(kyklos.RequestError):
+            kyklos.transformers.parallelize(models[group.rank], group, **(wrong if group.rank else {}))
+        # The group goes on.
+        ones = torch.ones(1, 8, 1, 8)
+        group.attend(ones, ones, ones, layout="bshd")
+
+    kyklos.run_local(2, work, device="cpu", deadline_s=20)
+
+
+def test_shares_that_are_an_array():
+    for counts in on_ranks(build("llama"), 2, lambda split, handle, group: handle.counts(1000), shares=np.array([1.0, 3.0])):
+        assert counts == [251, 749]
 
 
 def test_a_text_with_shares_by_pace(monkeypatch):

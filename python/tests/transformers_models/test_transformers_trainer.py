@@ -75,6 +75,18 @@ def test_trainers_that_do_not_fit_are_refused(monkeypatch, tmp_path):
     with kyklos.Group.local(1, device="cpu")[0] as group, kyklos.transformers.parallelize(models[0], group) as handle:
         with pytest.raises(kyklos.RequestError, match="of another model"):
             handle.prepare_trainer(other)
+        with pytest.raises(kyklos.RequestError, match="is no Trainer"):
+            handle.prepare_trainer(models[0])
+        own.args.load_best_model_at_end = True
+        with pytest.raises(kyklos.RequestError, match="choose among the checkpoints of rank 0"):
+            handle.prepare_trainer(own)
+        own.args.load_best_model_at_end = False
+        handle.prepare_trainer(own)
+        with pytest.raises(kyklos.RequestError, match="prepared already"):
+            handle.prepare_trainer(own)
+        handle.remove()
+        assert "training_step" not in own.__dict__ and "prediction_step" not in own.__dict__
+        handle = kyklos.transformers.parallelize(models[0], group)
         monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
         with pytest.raises(kyklos.RequestError, match="CUDA_VISIBLE_DEVICES"):
             handle.prepare_trainer(own)

@@ -34,6 +34,9 @@ KNOWN = {
             whole=PER_TOKEN_TIME,
         ),
         frozenset({"LTX2AudioVideoAttnProcessor"}),
-        {"video_self_attention_mask": "its attention pads the rows of a mask to the number of tokens of this rank"},
+        {
+            "video_self_attention_mask": "its attention pads the rows of a mask to the number of tokens of this rank",
+            "isolate_modalities": "each attention module is to make one call, and those between sound and video make none then",
+        },
     ),
 }

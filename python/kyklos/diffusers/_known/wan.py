@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffusers.models._modeling_parallel import ContextParallelOutput as Output
 
 from .._plan import Known, SplitPlan
-from .parts import OUT, PER_TOKEN_TIME, rope, tokens
+from .parts import OUT, PER_TOKEN_TIME, gathered, rope, tokens
 
 # The prompt stays whole in cross-attention: every rank has all its keys, so these calls are local and need no mask of others.
 _WAN = Known(
@@ -22,9 +22,18 @@ KNOWN = {
     "ChronoEditTransformer3DModel": Known(_WAN.plan, frozenset({"WanAttnProcessor"})),
     "SkyReelsV2Transformer3DModel": Known(
         SplitPlan(
-            {"rope": rope(4, 1), "blocks.0": {"hidden_states": tokens(3)}, **OUT}, attention=("blocks.*.attn1",)
+            {
+                "rope": rope(4, 1),
+                "blocks.0": {"hidden_states": tokens(3)},
+                # With diffusion forcing each token has a time, also after the last block.
+                "blocks.*": {"temb": tokens(4, 2)},
+                "blocks.-1": gathered(),
+            },
+            attention=("blocks.*.attn1",),
+            whole=frozenset({"temb"}),
         ),
         frozenset({"SkyReelsV2AttnProcessor"}),
+        config={"num_frame_per_block": ((1,), "its mask of frames counts the tokens of one rank")},
     ),
     # Every control block reads the whole first hidden states; the control states go from one to the next.
     "WanVACETransformer3DModel": Known(
