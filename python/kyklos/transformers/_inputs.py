@@ -28,7 +28,7 @@ def positions(base: PreTrainedModel, inputs: dict[str, Any], past: int, shape: t
     given = inputs.get("position_ids")
     if given is None:
         return checks.default_positions(base, inputs.get("input_ids"), past, shape)
-    of_images = given.dim() == 3 and given.shape[0] in _AXES
+    of_images = given.dim() == 3 and given.shape[0] in _AXES and "mrope_section" in str(getattr(base.config, "rope_parameters", ""))
     if not (given.dim() == 2 or of_images) or given.shape[-2] not in (1, shape[0]) or given.shape[-1] != shape[1]:
         raise RequestError(
             f"position_ids of shape {tuple(given.shape)} for {shape[0]} texts of {shape[1]} tokens: pass [batch, tokens], or "

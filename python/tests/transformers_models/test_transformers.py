@@ -1,6 +1,7 @@
 """Split models of transformers against the unsplit ones, on ranks of this process."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tiny_models import FAMILIES, build, error, in_float64, on_ranks, output, re
 
 import kyklos
 import kyklos.transformers
-from kyklos.transformers import _checks, _hooks, _masks, _split
+from kyklos.transformers import _checks, _hooks, _inputs, _masks, _split
 
 SHARES = [[1, 1], [3, 7], [2, 1, 5], [1, 30]]
 DECODERS = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt-oss"]
@@ -304,11 +305,18 @@ def drop_padding(monkeypatch):
 
 
 def local_positions(monkeypatch):
-    def positions(self, inputs, past, shape):
-        first, end = self.rows(shape[1])
+    split, running = _split.SplitModel._split, threading.local()
+
+    def run(self, given):
+        running.split = self
+        return split(self, given)
+
+    def positions(base, inputs, past, shape):
+        first, end = running.split.rows(shape[1])
         return torch.cat([torch.arange(first), torch.arange(end - first), torch.arange(shape[1] - end)])[None]
 
-    monkeypatch.setattr(_split.SplitModel, "_positions", positions)
+    monkeypatch.setattr(_split.SplitModel, "_split", run)
+    monkeypatch.setattr(_inputs, "positions", positions)
 
 
 def one_local_layer(monkeypatch):
