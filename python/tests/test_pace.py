@@ -26,13 +26,13 @@ def test_visible_pairs(reach):
 @pytest.mark.parametrize("attention", [[], [(4, (None, 0))], [(4, (None, None)), (8, (3, 0))]], ids=str)
 @pytest.mark.parametrize("speeds", [([1000, 1000], [10**9, 10**8]), ([700, 1000, 90], [10**6, 3 * 10**6, 10**7])], ids=str)
 def test_no_division_ends_earlier(speeds, attention):
-    of = Pace(*map(tuple, speeds))
+    of = Pace(*map(tuple, speeds), (0, 5000, 0)[: len(speeds[0])])
     size, tokens = len(speeds[0]), 21
 
     def end(counts):
         ends = [0, *itertools.accumulate(counts)]
         work = [sum(heads * pairs(tokens, reach, *ends[rank : rank + 2]) for heads, reach in attention) for rank in range(size)]
-        times = [of.token_ns[rank] * counts[rank] + 10**9 * work[rank] / of.pairs_per_s[rank] for rank in range(size)]
+        times = [of.fixed_ns[rank] + of.token_ns[rank] * counts[rank] + 10**9 * work[rank] / of.pairs_per_s[rank] for rank in range(size)]
         assert of.seconds(counts, attention) == pytest.approx([time / 10**9 for time in times])
         return max(times)
 
@@ -44,7 +44,7 @@ def test_no_division_ends_earlier(speeds, attention):
 
 
 def test_every_rank_has_a_token_whatever_its_pace():
-    slow = Pace((1, 10**14, 1), (10**12, 1, 10**12))
+    slow = Pace((1, 10**14, 1), (10**12, 1, 10**12), (0,) * 3)
     assert slow.counts(3, [(8, (None, 0))]) == [1, 1, 1]
     assert slow.counts(1000, [(8, (None, 0))])[1] == 1
     with pytest.raises(ValueError, match="2 tokens for 3 ranks"):
@@ -53,8 +53,8 @@ def test_every_rank_has_a_token_whatever_its_pace():
 
 
 def test_differences_that_are_noise_do_not_count():
-    assert Pace.of([1000, 1090], [91, 100]) == Pace((1090, 1090), (100, 100))
-    assert Pace.of([1000, 1200], [80, 0]) == Pace((1000, 1200), (80, 1))
+    assert Pace.of([1000, 1090], [91, 100]) == Pace((1090, 1090), (100, 100), (0,) * 2)
+    assert Pace.of([1000, 1200], [80, 0]) == Pace((1000, 1200), (80, 1), (0,) * 2)
 
 
 def test_time_of_a_token(monkeypatch):
@@ -75,7 +75,7 @@ def test_time_of_a_token(monkeypatch):
 
 
 def test_a_pass_that_one_rank_alone_would_do_faster_is_told_once():
-    of, attention, watch = Pace((1000, 3000), (10**9, 10**9)), [(4, (None, 0))], pace.Watch(900)
+    of, attention, watch = Pace((1000, 3000), (10**9, 10**9), (0,) * 2), [(4, (None, 0))], pace.Watch(900)
     alone = of.alone(0, 1000, attention)
     assert alone == pytest.approx(1000 * 1e-6 + 4 * 1000 * 1001 / 2 / 1e9) and of.alone(1, 1000, attention) > alone
     with warnings.catch_warnings():
@@ -88,7 +88,7 @@ def test_a_pass_that_one_rank_alone_would_do_faster_is_told_once():
         for _ in range(4):
             # Fewer than pace was measured with; one rank.
             watch.saw(of, 899, attention, 9.0)
-            watch.saw(Pace((1000,), (10**9,)), 2000, attention, 9.0)
+            watch.saw(Pace((1000,), (10**9,), (0,) * 1), 2000, attention, 9.0)
     with pytest.warns(UserWarning, match="a pass over 2000 tokens takes 9 s on 2 ranks, and would take about 0.01 s on rank 0 alone"):
         watch.saw(of, 2000, attention, 9.0)
     with warnings.catch_warnings():

@@ -41,13 +41,15 @@ class Shares:
         #: Queries and heads of the last forward, if it has ended well.
         self._last = (0, 0)
         self._kind: tuple[Any, ...] = ()
-        #: Nanoseconds of a token without attention, in the forwards so far.
-        self._seen: list[int] = []
+        #: Seconds of each forward so far without attention: all of it, and what is between attention calls, for so many of them.
+        self._seen: list[tuple[float, float, int]] = []
         #: The tokens of the forward and the heads of its attention, where its shares are chosen.
         self._chosen: dict[tuple[Any, ...], tuple[int, list[tuple[int, Reach]]]] = {}
         self._watch: Watch | None = None
         self._device = torch.device("cpu")
         self._began = self._attending = 0.0
+        #: When the last attention call ended, and the sum and number of the times between calls.
+        self._left, self._between = 0.0, (0.0, 0)
 
     def __str__(self) -> str:
         # Labels have at most 128 bytes.
@@ -65,7 +67,7 @@ class Shares:
         self._shapes = tuple((name, tuple(x.shape)) for name, x in inputs.items() if isinstance(x, torch.Tensor))
         self.now = self._known.get(self._shapes, self.now)
         self._own, self._heads, self._last = 0, 0, (0, 0)
-        self._attending, self._began = 0.0, time.perf_counter()
+        self._attending, self._between, self._began = 0.0, (0.0, 0), time.perf_counter()
 
     @contextmanager
     def attending(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[None]:
@@ -80,8 +82,11 @@ class Shares:
         if self._pace is None:
             wait_for(self._device)
         began = time.perf_counter()
+        if self._attending:
+            self._between = self._between[0] + began - self._left, self._between[1] + 1
         yield
-        self._attending += time.perf_counter() - began
+        self._left = time.perf_counter()
+        self._attending += self._left - began
 
     def end(self) -> None:
         """The forward has ended well."""
@@ -91,21 +96,26 @@ class Shares:
         wait_for(self._device)
         wall_s = time.perf_counter() - self._began
         if self._pace is None:
-            self._seen.append(max(1, round((wall_s - self._attending) / self._own * _S)))
+            self._seen.append((wall_s - self._attending, *self._between))
         elif self._watch is not None and self._shapes in self._chosen:
             self._watch.saw(self._pace, *self._chosen[self._shapes], wall_s)
 
     def _choose(self, passes: Passes) -> None:
         """Shares for the shapes of the last forward, if it has told all ranks what they need to know."""
-        (own, layer_heads), token_ns = self._last, min(self._seen[1:], default=0)
-        rows = passes.compare([own, *divmod(token_ns, 1 << 24)], "pace")
-        if any(own == 0 or (self._pace is None and high + low == 0) for own, high, low in rows):
+        own, layer_heads = self._last
+        beside_s, between_s, times = min(self._seen[1:], default=(0.0, 0.0, 0))
+        # What is between two calls is of this rank's tokens; the rest, such as the embedding of the whole input, is not.
+        layers_s = min(beside_s, between_s / times * (times + 1)) if times else beside_s
+        found = round(layers_s / max(1, own) * _S), round((beside_s - layers_s) * _S)
+        rows = passes.compare([own, *divmod(found[0], 1 << 24), *divmod(found[1], 1 << 24)], "pace")
+        if any(own == 0 or (self._pace is None and high + low == 0) for own, high, low, *_ in rows):
             return
         if self._pace is None:
             heads, kv_heads, dim, dtype = self._kind
             speeds = self._group.speeds(_USUAL_TOKENS, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
-            self._pace = Pace.of([(high << 24) + low for _, high, low in rows], speeds)
-        tokens = sum(own for own, _, _ in rows)
+            token_ns, fixed_ns = ([(row[at] << 24) + row[at + 1] for row in rows] for at in (1, 3))
+            self._pace = Pace.of(token_ns, speeds, fixed_ns)
+        tokens = sum(own for own, *_ in rows)
         if self._watch is None and self._group.rank == 0:
             self._watch = Watch(tokens)
         attention: list[tuple[int, Reach]] = [(layer_heads, (None, None))]

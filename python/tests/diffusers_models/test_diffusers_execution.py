@@ -43,7 +43,7 @@ def test_options_that_do_not_fit_are_refused(options, says):
 
 def paced(monkeypatch, token_ns):
     """Ranks whose layers are so fast, whatever they measure."""
-    monkeypatch.setattr(Pace, "of", staticmethod(lambda *_: Pace(tuple(token_ns), (10**12,) * len(token_ns))))
+    monkeypatch.setattr(Pace, "of", staticmethod(lambda *_: Pace(tuple(token_ns), (10**12,) * len(token_ns), (0,) * len(token_ns))))
 
 
 def test_shares_by_pace_from_the_fourth_forward_on(monkeypatch):
@@ -184,7 +184,7 @@ def test_a_copy_keeps_the_shares_and_chooses_its_own(monkeypatch):
 
 
 def test_a_split_that_makes_a_transformer_slower_is_told(monkeypatch):
-    monkeypatch.setattr(Pace, "of", staticmethod(lambda *_: Pace((1, 1), (10**15, 10**15))))
+    monkeypatch.setattr(Pace, "of", staticmethod(lambda *_: Pace((1, 1), (10**15, 10**15), (0,) * 2)))
     with pytest.warns(UserWarning, match="a pass over 105 tokens takes .* on 2 ranks, and would take about .* on rank 0 alone"):
         models = case("Wan").copies(2)
 

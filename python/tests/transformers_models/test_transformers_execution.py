@@ -102,7 +102,7 @@ def paced(monkeypatch, pace):
 def test_shares_by_pace(monkeypatch, family):
     model, inputs = build(family), {"input_ids": texts(2, 31)}
     exact, bound, seen = reference(model, **inputs)
-    measured = paced(monkeypatch, Pace((1000, 5000), (10**9, 10**8)))
+    measured = paced(monkeypatch, Pace((1000, 5000), (10**9, 10**8), (0,) * 2))
 
     def work(split, handle, group):
         assert handle.counts(1) == [1, 1]
@@ -118,13 +118,13 @@ def test_shares_by_pace(monkeypatch, family):
 
 def test_ranks_of_one_pace_level_a_causal_mask(monkeypatch):
     """Later tokens see more keys."""
-    paced(monkeypatch, Pace((1, 1), (10**6, 10**6)))
+    paced(monkeypatch, Pace((1, 1), (10**6, 10**6), (0,) * 2))
     for counts in on_ranks(build("llama"), 2, lambda split, handle, group: handle.counts(1000), shares="auto"):
         assert counts[0] == pytest.approx(1000 / 2**0.5, abs=2)
 
 
 def test_with_other_heads_for_each_rank_attention_does_not_count(monkeypatch):
-    paced(monkeypatch, Pace((1000, 1000), (10**9, 1)))
+    paced(monkeypatch, Pace((1000, 1000), (10**9, 1), (0,) * 2))
     for counts in on_ranks(build("llama"), 2, lambda split, handle, group: handle.counts(1000), shares="auto", mesh="2x1"):
         assert counts == [500, 500]
 
@@ -165,7 +165,7 @@ def test_a_text_with_shares_by_pace(monkeypatch):
     model, ids = build("gemma3"), texts(1, 20)
     with torch.no_grad():
         expected = model.generate(ids, max_new_tokens=8, do_sample=False)
-    paced(monkeypatch, Pace((1000, 9000), (10**9, 10**8)))
+    paced(monkeypatch, Pace((1000, 9000), (10**9, 10**8), (0,) * 2))
 
     def work(split, handle, group):
         cache = handle.cache()
@@ -178,7 +178,7 @@ def test_a_text_with_shares_by_pace(monkeypatch):
 
 def test_a_split_that_makes_a_model_slower_is_told(monkeypatch):
     # Alone, a rank would need next to nothing.
-    paced(monkeypatch, Pace((1, 1), (10**15, 10**15)))
+    paced(monkeypatch, Pace((1, 1), (10**15, 10**15), (0,) * 2))
     ids = texts(2, 31)
 
     def work(split, handle, group):
