@@ -55,13 +55,13 @@ impl Chosen {
             ("cpu", None, _) => Ok(named(Kind::Cpu)),
             ("wgpu", _, Some(Ok(index))) => Ok(named(Kind::Wgpu(index))),
             // Where there is none, opening it says why; so it is with CUDA.
-            ("wgpu", None, _) => {
-                Ok(Self::dealt(&DeviceClass::best(gpus()), local_rank, Kind::Wgpu).unwrap_or(named(Kind::Wgpu(0))))
-            }
+            ("wgpu", None, _) => Ok(Self::dealt(&DeviceClass::best(gpus()), local_rank, Kind::Wgpu)
+                .unwrap_or(named(Kind::Wgpu(0)))),
             ("cuda", _, Some(Ok(index))) => Ok(named(Kind::Cuda(index))),
             ("cuda", None, _) => {
                 let found = kyklos_cuda::devices().unwrap_or_default();
-                let usable: Vec<_> = (0..found.len()).filter(|index| found[*index].refused.is_none()).collect();
+                let usable: Vec<_> =
+                    (0..found.len()).filter(|index| found[*index].refused.is_none()).collect();
                 Ok(Self::dealt(&usable, local_rank, Kind::Cuda).unwrap_or(named(Kind::Cuda(0))))
             }
             ("torch", None, _) => {
@@ -101,7 +101,10 @@ impl Chosen {
             // An old PyTorch, or none that works: the program may use arrays of another library.
             Err(_) if auto => None,
             found => found.map_err(|error| {
-                Error::request(format!("PyTorch's devices: {error}"), "install PyTorch, or use another device")
+                Error::request(
+                    format!("PyTorch's devices: {error}"),
+                    "install PyTorch, or use another device",
+                )
             })?,
         };
         Ok(found.map(|(name, count)| Self { device: Kind::Torch(name), dealt: Some(count) }))

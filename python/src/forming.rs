@@ -109,7 +109,10 @@ pub(crate) fn local(
     };
     let devices = py.detach(open).map_err(|error| errors::of_call(py, &error))?;
     let transports = in_process_group(size);
-    if names.len() == 1 && wish == CollectiveChoice::Host && devices.iter().all(|one| one.is_same(&devices[0])) {
+    if names.len() == 1
+        && wish == CollectiveChoice::Host
+        && devices.iter().all(|one| one.is_same(&devices[0]))
+    {
         let (options, leave) = (settings.options(py)?, settings.leave(py)?);
         let sessions = Session::on_one_device(transports, &devices[0], &options);
         return sessions
@@ -171,8 +174,7 @@ pub(crate) fn of_launcher(
     join.token = launch.token.map(SecretText);
     join.job = launch.job;
     let found = Assignment::find(&join).map_err(|error| errors::of_launch(py, &error))?;
-    let local =
-        found.as_ref().map_or((0, 1), |found| (found.local_rank as usize, found.local_size as usize));
+    let local = found.as_ref().map_or((0, 1), |found| (found.local_rank as usize, found.local_size as usize));
     let listed = found.as_ref().and_then(|found| found.device.clone()).filter(|_| name == "auto");
     // Before the group forms: a device that does not open must not end a group.
     let device = device(py, &listed.unwrap_or(name), local)?;

@@ -49,7 +49,10 @@ pub(crate) fn dtype_of(name: &str) -> Result<Dtype> {
         "float16" => Ok(Dtype::F16),
         "bfloat16" => Ok(Dtype::Bf16),
         other => other.parse().map_err(|_| {
-            Error::request(format!("dtype {other:?} is not known"), "use \"float32\", \"float16\" or \"bfloat16\"")
+            Error::request(
+                format!("dtype {other:?} is not known"),
+                "use \"float32\", \"float16\" or \"bfloat16\"",
+            )
         }),
     }
 }

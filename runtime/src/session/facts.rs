@@ -10,7 +10,7 @@ use super::agreement::out_of_step;
 use super::probe::{CallClass, Probe, speed_of_call};
 use super::speeds::{Measured, active_sets, is_noise, members};
 use crate::error::{Error, Result};
-use kyklos_plan::simulate::Capacity;
+use kyklos_plan::simulate::{Capacity, work_of};
 use kyklos_plan::{AttentionProblem, Mesh};
 
 /// One rank's facts, as they travel.
@@ -27,9 +27,9 @@ pub(super) struct Facts {
 }
 
 impl Session {
-    /// How fast the device of each rank attends in calls like `problem`, while all ranks compute: as
-    /// [`Self::share`] measures it, and later calls correct it. For shares of what is more than
-    /// attention. All ranks call it, at the same place in their calls. Blocks.
+    /// How fast the device of each rank attends in calls like `problem`, while all ranks compute:
+    /// as [`Self::share`] measures it, and later calls correct it. For shares of what is more
+    /// than attention. All ranks call it, at the same place in their calls. Blocks.
     ///
     /// ```
     /// # #[cfg(feature = "cpu")] {
@@ -59,8 +59,8 @@ impl Session {
         })
     }
 
-    /// What all ranks know of the speed of their devices, measured first where `by_work` needs it and
-    /// some rank does not know it; none if some rank does not.
+    /// What all ranks know of the speed of their devices, measured first where `by_work` needs it
+    /// and some rank does not know it; none if some rank does not.
     pub(super) async fn speeds_of_all(
         &mut self,
         class: CallClass,
@@ -97,8 +97,10 @@ impl Session {
         if CallClass::of(&lowered.plans().set().problem) != class {
             return;
         }
-        let step_ns = self.speeds.of(class).map_or(0, |known| known.step_ns);
-        if let Some(pairs_per_s) = speed_of_call(&lowered, self.rank(), compute_ns, step_ns) {
+        // What nobody knows is measured: one call may have waited for the cores.
+        let Some(known) = self.speeds.now(class) else { return };
+        let (pairs, steps) = work_of(lowered.plans().set(), self.rank());
+        if let Some(pairs_per_s) = speed_of_call(pairs, steps, compute_ns, known) {
             self.speeds.learn(class, pairs_per_s);
         }
     }

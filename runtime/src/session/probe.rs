@@ -2,16 +2,16 @@
 
 use std::sync::Arc;
 
-use kyklos_transport::{Rank, in_process_group};
+use kyklos_transport::in_process_group;
 
 use super::{Session, SessionOptions};
 use crate::backend::{Backend, Device, ShortWork};
 use crate::call::Attention;
 use crate::clock::Clock;
 use crate::error::Result;
-use crate::exec::{LoweredPlan, RunOptions};
+use crate::exec::RunOptions;
 use crate::tensor::Tensor;
-use kyklos_plan::simulate::{Capacity, work_of};
+use kyklos_plan::simulate::Capacity;
 use kyklos_plan::{AttentionProblem, Dtype};
 
 /// Calls of one class take times in proportion to their pairs.
@@ -138,11 +138,14 @@ impl Probe {
     }
 }
 
-/// The speed that a call of `rank` has shown; none if the call was too short to tell.
-pub(super) fn speed_of_call(lowered: &LoweredPlan, rank: Rank, compute_ns: u64, step_ns: u64) -> Option<u64> {
-    let (pairs, steps) = work_of(lowered.plans().set(), rank);
-    let attending_ns = compute_ns.saturating_sub(step_ns.saturating_mul(steps));
-    (attending_ns >= SHORTEST_CALL_NS).then(|| per_second(pairs, attending_ns))
+/// The speed that a call with this work has shown; none if it is too short to tell. It is too short
+/// if it would be at the speed that is known: a call of a few pairs that takes long has waited for
+/// something else.
+pub(super) fn speed_of_call(pairs: u64, steps: u64, compute_ns: u64, known: Capacity) -> Option<u64> {
+    let attending_ns = compute_ns.saturating_sub(known.step_ns.saturating_mul(steps));
+    let expected_ns = u128::from(pairs) * 1_000_000_000 / u128::from(known.pairs_per_s.max(1));
+    let is_long = attending_ns >= SHORTEST_CALL_NS && expected_ns >= u128::from(SHORTEST_CALL_NS);
+    is_long.then(|| per_second(pairs, attending_ns))
 }
 
 fn per_second(pairs: u64, ns: u64) -> u64 {
@@ -162,3 +165,21 @@ const WINDOW_NS: u64 = 100_000_000;
 const LEAST_CALLS: u64 = 3;
 /// Shorter calls of a session say little about the speed of its device.
 const SHORTEST_CALL_NS: u64 = 2_000_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_of_a_few_pairs_say_nothing_however_long_they_take() {
+        let known = Capacity { pairs_per_s: 1_000_000_000, step_ns: 1000, memory_bytes: None };
+        let ms = 1_000_000;
+        // 10 ms of work, in 11 ms and 10 steps; and 50 times slower.
+        assert_eq!(speed_of_call(10_000_000, 10, 11 * ms + 10_000, known), Some(909_090_909));
+        assert_eq!(speed_of_call(10_000_000, 0, 500 * ms, known), Some(20_000_000));
+        // 1 microsecond of work on cores that are taken away for 8 ms.
+        assert_eq!(speed_of_call(1000, 1, 8 * ms, known), None);
+        // Much work that takes no time: the clock, or another kind of call.
+        assert_eq!(speed_of_call(10_000_000, 0, ms, known), None);
+    }
+}

@@ -134,7 +134,6 @@ impl Session {
         strategy.accepts(mesh)?;
         Ok(Candidate { strategy, mesh, placement: execution.placement })
     }
-
 }
 
 /// What the ranks can do while active set number `active_set` computes, as if their speeds were

@@ -84,11 +84,17 @@ impl Speeds {
         }
     }
 
-    /// Takes a call of the session into account.
+    /// What is known of a class for the calls that run now.
+    pub(super) fn now(&self, class: CallClass) -> Option<Capacity> {
+        let known = self.0.iter().find(|known| known.class == class)?;
+        Some(known.measured.in_active_set(known.active_set))
+    }
+
+    /// Takes a call of the session into account, if the class is known.
     pub(super) fn learn(&mut self, class: CallClass, seen: u64) {
         let Some(Known { measured, active_set, .. }) = self.0.iter_mut().find(|known| known.class == class)
         else {
-            return self.set(class, Measured { pairs_per_s: vec![seen], step_ns: 0, memory_bytes: None });
+            return;
         };
         // Half of the way, in factors: one slow call does not count for much, and the speed of a device
         // that becomes 50 times slower is known within a third after 4 calls. Half of the
