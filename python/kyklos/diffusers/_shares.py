@@ -36,12 +36,13 @@ class Shares:
         #: The shapes of the inputs of the last forward, and the shares that were chosen for some.
         self._shapes: tuple[Any, ...] = ()
         self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        #: What its attention calls are like: queries of this rank, query heads of all batch entries and calls so far; heads, head dim and type of the first one.
-        self._own = self._heads = 0
+        #: What its attention calls are like: batch entries, and of each the queries of this rank; query heads of all calls so far; heads, head
+        #: dim and type of the first one.
+        self._entries = self._own = self._heads = 0
         #: Queries and heads of the last forward, if it has ended well.
         self._last = (0, 0)
         self._kind: tuple[Any, ...] = ()
-        #: Seconds of each forward so far without attention: all of it, and what is between attention calls, for so many of them.
+        #: Seconds of each forward so far without attention, for a batch entry: all of it, and what is between attention calls, for so many.
         self._seen: list[tuple[float, float, int]] = []
         #: The tokens of the forward and the heads of its attention, where its shares are chosen.
         self._chosen: dict[tuple[Any, ...], tuple[int, list[tuple[int, Reach]]]] = {}
@@ -76,9 +77,9 @@ class Shares:
             yield
             return
         if self._heads == 0:
-            self._own, self._device = q.shape[1], q.device
+            self._entries, self._own, self._device = q.shape[0], q.shape[1], q.device
             self._kind = (q.shape[2], k.shape[2], -(-q.shape[3] // 8) * 8, str(q.dtype).removeprefix("torch."))
-        self._heads += q.shape[0] * q.shape[2]
+        self._heads += q.shape[2]
         if self._pace is None:
             wait_for(self._device)
         began = time.perf_counter()
@@ -94,9 +95,10 @@ class Shares:
         if not self._by_pace or not self._own:
             return
         wait_for(self._device)
-        wall_s = time.perf_counter() - self._began
+        wall_s = (time.perf_counter() - self._began) / self._entries
         if self._pace is None:
-            self._seen.append((wall_s - self._attending, *self._between))
+            between_s, times = self._between
+            self._seen.append((wall_s - self._attending / self._entries, between_s / self._entries, times))
         elif self._watch is not None and self._shapes in self._chosen:
             self._watch.saw(self._pace, *self._chosen[self._shapes], wall_s)
 
