@@ -124,11 +124,13 @@ def _blocks() -> list[split_attention]:
 
 def _again(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which ``backward()`` calls again, then in the block that this thread is in now."""
-    block = _blocks()[-1] if _blocks() else None
+    if not _blocks():
+        return function
+    block = _blocks()[-1]
 
     def run(*args: Any, **given: Any) -> Any:
         # backward() has no modes, also where it is called in the block.
-        if block is None or block in _get_current_function_mode_stack():
+        if block in _get_current_function_mode_stack():
             return function(*args, **given)
         with block:
             return function(*args, **given)
@@ -140,18 +142,22 @@ def _remember_blocks() -> None:
     """PyTorch's checkpoints of both kinds call their functions again in the block that they were in."""
     # The second name is that of earlier releases.
     names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-    name = next(name for name in names if hasattr(checkpoints, name))
-    forward, generator = CheckpointFunction.forward, getattr(checkpoints, name)
+    name = next((name for name in names if hasattr(checkpoints, name)), names[0])
+    forward, generator = CheckpointFunction.forward, getattr(checkpoints, name, None)
 
     @functools.wraps(forward)
     def reentrant(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
         return forward(ctx, _again(function), *args)
 
+    CheckpointFunction.forward = staticmethod(reentrant)  # type: ignore[method-assign]
+    if generator is None:
+        # PyTorch then refuses the other kind, whose function has other tensors the second time.
+        return
+
     @functools.wraps(generator)
     def other(function: Callable[..., Any], *args: Any, **given: Any) -> Any:
         return generator(_again(function), *args, **given)
 
-    CheckpointFunction.forward = staticmethod(reentrant)  # type: ignore[method-assign]
     setattr(checkpoints, name, other)
 
 
