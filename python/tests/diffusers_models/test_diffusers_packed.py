@@ -1,4 +1,4 @@
-"""Pieces of plans: numbers of tokens, what is left of a joint sequence, keys that every rank has, frames that ranks share."""
+"""Parts of split plans: `Count`, `Joined` with an unnamed part, `common_keys`, and the last entry of a list."""
 
 import dataclasses
 
