@@ -43,7 +43,10 @@ def checked_shares(shares: str | Sequence[float] | None, size: int) -> list[floa
         return [1.0] * size
     if isinstance(shares, str):
         raise RequestError(f'shares {shares!r} are not known: use "auto", or a number for each rank')
-    given = [float(share) for share in shares]
+    try:
+        given = [float(share) for share in shares]
+    except (TypeError, ValueError):
+        raise RequestError(f"shares {shares!r}: give a number for each rank") from None
     if len(given) != size:
         raise RequestError(f"{len(given)} shares for {size} ranks: give each rank one")
     if not all(math.isfinite(share) and share > 0 for share in given):

@@ -68,6 +68,9 @@ def test_gradients_with_a_format_on_the_wire():
         ({"mesh": "2x1", "wire": "int8"}, "use a mesh with a ring"),
         ({"shares": "fast"}, 'use "auto", or a number for each rank'),
         ({"shares": [1, 2, 3]}, "3 shares for 2 ranks: give each rank one"),
+        ({"shares": [1, float("nan")]}, "each rank needs a positive one"),
+        ({"shares": 5}, "shares 5: give a number for each rank"),
+        ({"shares": ["1", "many"]}, "give a number for each rank"),
     ],
     ids=str,
 )
