@@ -13,6 +13,7 @@ Modules for models, imported when they are used: :mod:`kyklos.torch` has a PyTor
 
 from ._backward import Gradients
 from ._cache import CachedCalls, KvCache
+from ._cluster import Choice, Cluster
 from ._errors import DeviceError, GroupError, RequestError
 from ._group import Group, identities
 from ._local import run_local
@@ -23,6 +24,8 @@ from ._shares import Shares
 __all__ = [
     "CachedCalls",
     "CallOptions",
+    "Choice",
+    "Cluster",
     "DeviceError",
     "Gradients",
     "Group",

@@ -262,6 +262,17 @@ impl Group {
         speeds.map_err(|error| errors::of_call(py, &error))
     }
 
+    /// The machine of the group as its ranks measure it, in TOML.
+    fn cluster<'py>(&self, py: Python<'py>, sharing: &Bound<'py, PyDict>) -> PyResult<String> {
+        let sharing: Result<Sharing> = extracted(sharing);
+        let request = match sharing.and_then(|sharing| sharing.checked(self.size())) {
+            Ok(request) => request,
+            Err(error) => return Err(self.refuse(py, error)),
+        };
+        let machine = self.worker.run(py, move |session| request.cluster(session))?;
+        machine.map_err(|error| errors::of_call(py, &error))
+    }
+
     fn cache<'py>(&self, py: Python<'py>, settings: &Bound<'py, PyDict>) -> PyResult<Cache> {
         let settings: Result<CacheSettings> = extracted(settings);
         let options = match settings.and_then(|settings| settings.options()) {

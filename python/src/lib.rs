@@ -5,6 +5,7 @@
 mod backward;
 mod cache;
 mod call;
+mod choices;
 mod collective;
 mod devices;
 mod errors;
@@ -28,6 +29,8 @@ mod _kyklos {
     use crate::cache::Cache;
     #[pymodule_export]
     use crate::call::Call;
+    #[pymodule_export]
+    use crate::choices::choices;
     #[pymodule_export]
     use crate::forming::{free_port, identities, local, of_launcher, with_identity};
     #[pymodule_export]

@@ -93,6 +93,11 @@ impl Request {
         Ok(session.capacities(&self.problem)?.iter().map(|rank| rank.pairs_per_s).collect())
     }
 
+    /// The machine of the group, in TOML.
+    pub(crate) fn cluster(&self, session: &mut Session) -> Result<String> {
+        Ok(session.cluster(&self.problem)?.to_toml()?)
+    }
+
     /// Agrees with the other ranks, if speed counts.
     pub(crate) fn share(&self, session: &mut Session) -> Result<Shared> {
         match &self.split {

@@ -3,6 +3,7 @@
 
 use bytes::Bytes;
 use kyklos_transport::Vote;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::Session;
@@ -15,7 +16,7 @@ use kyklos_plan::{AttentionProblem, Mesh};
 
 /// One rank's facts, as they travel.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Facts {
+pub(super) struct Facts<T> {
     /// Version of these facts.
     version: u32,
     op: u64,
@@ -23,7 +24,7 @@ pub(super) struct Facts {
     problem: String,
     /// Digest of the names of the device, its driver and its kernel.
     device: String,
-    measured: Option<Measured>,
+    pub(super) measured: Option<T>,
 }
 
 impl Session {
@@ -82,7 +83,7 @@ impl Session {
     /// # Errors
     /// As [`Self::attend`].
     pub async fn devices_differ(&mut self) -> Result<bool> {
-        let all = self.exchange("devices", None).await?;
+        let all = self.exchange::<Measured>("devices", None).await?;
         Ok(all.iter().any(|facts| facts.device != all[0].device))
     }
 
@@ -114,7 +115,7 @@ impl Session {
         problem: &AttentionProblem,
         mesh: Mesh,
         words: &str,
-    ) -> Result<Vec<Facts>> {
+    ) -> Result<Vec<Facts<Measured>>> {
         let clock = self.options.run.clock.clone();
         let ready = Probe::warm(&self.device, problem, clock).await;
         let mut probe = self.or_refuse(ready).await?;
@@ -123,7 +124,7 @@ impl Session {
         let mut together: Vec<u64> = Vec::new();
         for size in active_sets(mesh.ring() as usize) {
             // All ranks have ended what was before.
-            self.exchange(words, None).await?;
+            self.exchange::<Measured>(words, None).await?;
             let mut speed = 0;
             if together.is_empty() || members(mesh, &together, size)[own] {
                 let seen = probe.measure().await;
@@ -153,7 +154,11 @@ impl Session {
     }
 
     /// The facts of all ranks.
-    async fn exchange(&mut self, problem: &str, measured: Option<Measured>) -> Result<Vec<Facts>> {
+    pub(super) async fn exchange<T: Serialize + DeserializeOwned>(
+        &mut self,
+        problem: &str,
+        measured: Option<T>,
+    ) -> Result<Vec<Facts<T>>> {
         let info = self.device.info();
         let device = format!("{} {} {} {}", info.backend, info.name, info.driver, info.kernel);
         // A vote has little room for words.
@@ -164,9 +169,9 @@ impl Session {
             Bytes::from(serde_json::to_vec(&facts).expect("plain data without maps always serialises"));
         let notes = self.vote(Vote::Ready { plan_hash: SHARES, note }).await?;
         self.op += 1;
-        let mut all: Vec<Facts> = Vec::with_capacity(notes.len());
+        let mut all: Vec<Facts<T>> = Vec::with_capacity(notes.len());
         for (rank, note) in notes.iter().enumerate() {
-            let facts: Option<Facts> = serde_json::from_slice(note).ok();
+            let facts: Option<Facts<T>> = serde_json::from_slice(note).ok();
             let facts = facts.filter(|facts| facts.version == VERSION).ok_or_else(|| {
                 Error::request(
                     format!("rank {rank} describes its device in a form that this release does not know"),

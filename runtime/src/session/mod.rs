@@ -6,6 +6,7 @@ mod backward;
 mod cache;
 mod choice;
 mod facts;
+mod links;
 mod prepared;
 mod probe;
 mod shapes;
