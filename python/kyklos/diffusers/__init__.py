@@ -29,7 +29,7 @@ import torch
 
 from .._errors import RequestError
 from .._group import Group
-from .._models.execution import execution, has_ring, warn_of_copies
+from .._models.execution import execution, warn_of_copies
 from .._models.telling import tell, told
 from . import _attention, _hooks
 from ._caught import catch
@@ -138,8 +138,8 @@ def _parallelized(
     known = choose(transformer, plan)
     _check_free(transformer, name)
     modules = split_attention_modules(transformer, known.plan)
-    dealt = Shares(group, shares, has_ring(group, how))
-    split = _attention.Split(group, name, dealt, how, len(modules), known.plan)
+    dealt = Shares(group, shares, how)
+    split = _attention.Split(group, name, dealt, len(modules), known.plan)
     handle = Handle(transformer, split)
     splitter = _hooks.Splitter(group, dealt, known.plan.whole)
     try:

@@ -50,10 +50,8 @@ class Split:
     :param calls: calls of split attention in each forward, of the whole batch or of each of its entries.
     """
 
-    def __init__(
-        self, group: Group, name: str, shares: Shares, execution: dict[str, Any], calls: int, plan: SplitPlan = SplitPlan({})
-    ) -> None:
-        self.group, self.name, self.execution, self.plan, self.shares = group, name, execution, plan, shares
+    def __init__(self, group: Group, name: str, shares: Shares, calls: int, plan: SplitPlan = SplitPlan({})) -> None:
+        self.group, self.name, self.plan, self.shares = group, name, plan, shares
         self.expected = self._due = calls
         self.number = next(_next)
         self.passes = Passes(group)
@@ -68,7 +66,7 @@ class Split:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Split:
         """The split of a copy of the transformer, which is another model to the ranks of the group."""
-        copied = Split(self.group, self.name, copy.deepcopy(self.shares, memo), self.execution, self.expected, self.plan)
+        copied = Split(self.group, self.name, copy.deepcopy(self.shares, memo), self.expected, self.plan)
         copied.passes = copy.deepcopy(self.passes)
         register(copied)
         return copied
@@ -126,7 +124,7 @@ class Split:
         label = f"{self._place()}, attention {self._calls}"
         out_dim = v.shape[-1]
         states = same_dim(self.group, q, k, v)
-        run = functools.partial(self.group.attend, *states, layout="bshd", scale=scale, lse_pair=True, **self.execution)
+        run = functools.partial(self.group.attend, *states, layout="bshd", scale=scale, lse_pair=True, **self.shares.execution)
         number = -1
         with self.shares.attending(q, k):
             if mask is None:
@@ -161,7 +159,7 @@ class Split:
         q, k, v, o, lse = states
         widths = [x.shape[-1] for x in (q, k, v)]
         options: dict[str, Any] = {"label": label, "layout": "bshd", "scale": scale}
-        options |= {**self.execution, "bias_gradient": of_mask}
+        options |= {**self.shares.execution, "bias_gradient": of_mask}
         if mask is not None and mask.shape[2] == 1:
             whole = next((item[2] for item in self._masks if item[0] == number), None)
             if whole is None:

@@ -235,7 +235,7 @@ def test_masks_are_gathered_once_and_again_only_where_a_rank_has_new_ones():
             return attend(*args, **options)
 
         group.attend = noted
-        state = _attention.Split(group, "Model", Shares(group, None, True), {}, 99)
+        state = _attention.Split(group, "Model", Shares(group, None, {}), 99)
         _attention.register(state)
         state._active = True
         outputs = []

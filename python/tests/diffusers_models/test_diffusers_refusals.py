@@ -183,7 +183,7 @@ def test_rows_of_a_mask_over_the_keys_of_all_ranks():
 
     def run(group):
         own = slice(0, 17) if group.rank == 0 else slice(17, 30)
-        state = _attention.Split(group, "Model", Shares(group, None, True), {}, 9)
+        state = _attention.Split(group, "Model", Shares(group, None, {}), 9)
         state._active = True
         return state.attend(q[:, own], k[:, own], v[:, own], mask[:, :, own], 0.25)[0]
 

@@ -153,7 +153,7 @@ def test_a_mask_has_its_gradient(shape, compiled, monkeypatch):
     def run(group):
         own = slice(0, 17) if group.rank == 0 else slice(17, 30)
         part = (mask[..., own] if of_keys else mask[..., own, :]).clone().requires_grad_()
-        split = _attention.Split(group, "Model", Shares(group, (17, 13), True), {}, 1)
+        split = _attention.Split(group, "Model", Shares(group, (17, 13), {}), 1)
         _attention.register(split)
         call = lambda part: _attention.attention(split, q[:, own], k[:, own], v[:, own], part)
         try:
