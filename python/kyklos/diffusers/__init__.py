@@ -37,6 +37,8 @@ from ._plan import Count, Joined, Known, SplitPlan
 from ._plans import choose, find, split_attention_modules
 from ._shares import Shares
 from ._timing import timed
+from ._ways import Ways
+from ._whole import Whole, run
 
 __all__ = ["Count", "Handle", "Joined", "SplitPlan", "parallelize", "timed"]
 
@@ -52,6 +54,9 @@ class Handle:
         self._hooks: list[Any] = []
         self._configs: list[tuple[Any, bool, Any]] = []
         self._checkpoints = _hooks.Checkpoints(transformer, split)
+        #: In place of ``forward`` of the transformer, and what an instance had there before.
+        self._forward: Any = None
+        self._own_forward: Any = None
         self._removed = False
 
     def remove(self) -> None:
@@ -70,7 +75,35 @@ class Handle:
             else:
                 del processor._parallel_config
         self._checkpoints.restore()
+        if self._forward is not None and vars(self._transformer).get("forward") is self._forward:
+            del self._transformer.forward
+            if self._own_forward is not None:
+                self._transformer.forward = self._own_forward
         _attention.unregister(self._split)
+
+    def _replace_forward(self, ways: Ways) -> Whole:
+        self._own_forward = vars(self._transformer).get("forward")
+        whole = Whole(self._split, ways, self._transformer.forward)
+        forward: Any = functools.partial(run, whole)
+        # Pipelines look at the names of its arguments.
+        forward.__signature__ = inspect.signature(self._transformer.forward)
+        self._forward = forward
+        self._transformer.forward = forward
+        return whole
+
+    @property
+    def way(self) -> str:
+        """How the next forward runs, as far as it is known: the name of a way in :attr:`ways`, or ``"equal shares"``."""
+        shares = self._split.shares
+        chosen = shares.trial.now if isinstance(shares, Ways) and shares.trial is not None else None
+        return "equal shares" if chosen is None else chosen.way.name
+
+    @property
+    def ways(self) -> str:
+        """A table of the ways to compute a forward like the last one, with predicted and measured times; empty while none are known, and where
+        an option says the way."""
+        shares = self._split.shares
+        return str(shares.trial) if isinstance(shares, Ways) and shares.trial is not None else ""
 
     @property
     def shares(self) -> list[int]:
@@ -122,7 +155,9 @@ def parallelize(
     """
     with told(group):
         warn_of_copies(group, transformer)
-        return _parallelized(transformer, group, execution(group, mesh, strategy, wire, shares), shares, plan)
+        how = execution(group, mesh, strategy, wire, shares)
+        chooses = mesh is None and strategy is None and shares is None
+        return _parallelized(transformer, group, how, shares, plan, chooses)
 
 
 def _parallelized(
@@ -131,6 +166,7 @@ def _parallelized(
     how: dict[str, Any],
     shares: str | Sequence[float] | None,
     plan: SplitPlan | Mapping[str, Any] | None,
+    chooses: bool,
 ) -> Handle:
     name = type(transformer).__name__
     if tuple(int(part) for part in diffusers.__version__.split(".")[:2]) != _TESTED:
@@ -138,7 +174,9 @@ def _parallelized(
     known = choose(transformer, plan)
     _check_free(transformer, name)
     modules = split_attention_modules(transformer, known.plan)
-    dealt = Shares(group, shares, how)
+    # Attention of compiled code makes masks and keys of the tokens of the rank.
+    can_be_whole = not known.plan.common_keys and not known.plan.rows_alike
+    dealt = Ways(group, how, can_be_whole) if chooses else Shares(group, shares, how)
     split = _attention.Split(group, name, dealt, len(modules), known.plan)
     handle = Handle(transformer, split)
     splitter = _hooks.Splitter(group, dealt, known.plan.whole)
@@ -146,12 +184,13 @@ def _parallelized(
         split.passes.check_weights(transformer)
         # Inputs are compared before they are split, and calls are counted after the last gather.
         arguments = list(inspect.signature(type(transformer).forward).parameters)[1:]
-        begin = functools.partial(_begin, split, handle._checkpoints, known, arguments)
+        whole = handle._replace_forward(dealt) if isinstance(dealt, Ways) else None
+        begin = functools.partial(_begin, split, handle._checkpoints, whole, known, arguments)
         handle._hooks.append(transformer.register_forward_pre_hook(begin, with_kwargs=True))
         for pattern, how in known.plan.modules.items():
             for module in find(transformer, pattern):
                 _add(handle, module, how, splitter)
-        end = functools.partial(_end, split, handle._checkpoints)
+        end = functools.partial(_end, split, handle._checkpoints, whole)
         handle._hooks.append(transformer.register_forward_hook(end, always_call=True))
         for module in modules:
             processor: Any = module.processor
@@ -184,6 +223,7 @@ def _add(handle: Handle, module: torch.nn.Module, how: Any, splitter: _hooks.Spl
 def _begin(
     split: _attention.Split,
     checkpoints: _hooks.Checkpoints,
+    whole: Whole | None,
     known: Known,
     arguments: list[str],
     module: torch.nn.Module,
@@ -211,10 +251,14 @@ def _begin(
             raise RequestError(f"{split.name} has dropout, which would differ between ranks: call eval(), or set its p to 0")
         checkpoints.remember()
         split.begin(module, given)
+        if whole is not None:
+            whole.begin(split.inputs)
 
 
 @torch.compiler.disable
-def _end(split: _attention.Split, checkpoints: _hooks.Checkpoints, module: torch.nn.Module, args: Any, output: Any) -> None:
+def _end(
+    split: _attention.Split, checkpoints: _hooks.Checkpoints, whole: Whole | None, module: torch.nn.Module, args: Any, output: Any
+) -> None:
     checkpoints.restore()
     error = sys.exc_info()[1]
     if output is None and isinstance(error, Exception):
@@ -222,6 +266,8 @@ def _end(split: _attention.Split, checkpoints: _hooks.Checkpoints, module: torch
         tell(split.group, error)
         return
     with told(split.group):
+        if whole is not None:
+            whole.end(output)
         split.end()
 
 

@@ -28,7 +28,7 @@ from .._models.telling import tell, told
 from .._rows import gather, sum_rows
 from .._torch_tensors import readable
 from ._inputs import compare
-from ._keys import own_keys, same_dim
+from ._keys import alone, own_keys, same_dim
 from ._masks import equal, four_axes, gather_mask, mask_type, rows_of
 from ._plan import SplitPlan
 from ._shares import Shares
@@ -58,7 +58,9 @@ class Split:
         self._forward = 0
         self._calls = 0
         self._gathers = 0
-        self._active = False
+        #: Whether a forward runs, and its inputs by name.
+        self.active = False
+        self.inputs: dict[str, Any] = {}
         # Masks of this rank beside those of all ranks. All ranks append in the same calls, so the numbers agree.
         self._masks: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque(maxlen=_MASKS)
         self._mask_numbers = itertools.count()
@@ -73,24 +75,26 @@ class Split:
 
     def begin(self, transformer: torch.nn.Module, inputs: dict[str, Any]) -> None:
         """Starts a forward. All ranks must have inputs of the same shapes, and of the same values but for rounding."""
-        if self._active:
+        if self.active:
             # No end: the last forward has failed.
             self.group._refused += 1
-        self._active = False
+        self.active = False
         self._forward = self.passes.next(transformer, torch.is_grad_enabled())
-        self._calls, self._gathers, self._active = 0, 0, True
+        self._calls, self._gathers, self.active = 0, 0, True
         self._due = self.expected * (inputs["hidden_states"].shape[0] if self.plan.each_entry else 1)
-        compare(self.group, inputs, self._place())
-        self.shares.begin(self.passes, self._forward, inputs)
+        compare(self.group, inputs, self.place())
+        # Some models empty the lists that they are given.
+        self.inputs = {name: list(x) if isinstance(x, list) else x for name, x in inputs.items()}
+        self.shares.begin(self.passes, self._forward, self.inputs)
 
     def end(self) -> None:
         """Ends a forward.
 
         :raises RequestError: an attention call is missing: it ran on the tokens of this rank alone, or not at all.
         """
-        self._active = False
+        self.active, self.inputs, whole = False, {}, self.shares.whole
         self.shares.end()
-        if self._calls != self._due:
+        if self._calls != self._due and not whole:
             raise RequestError(
                 f"{self.name} made {self._calls} calls of split attention in a forward, its plan has {self._due}: call parallelize "
                 "again after a change of attention processors, and name in plan.attention the modules whose keys are split"
@@ -101,7 +105,7 @@ class Split:
         self._gathers += 1
         rows = x.movedim(dim, 0)
         flat = rows.reshape(1, rows.shape[0], math.prod(rows.shape[1:]))
-        whole = gather(self.group, flat, f"{self._place()}, gather {self._gathers}")
+        whole = gather(self.group, flat, f"{self.place()}, gather {self._gathers}")
         return whole.reshape(-1, *rows.shape[1:]).movedim(0, dim)
 
     def attend(
@@ -111,7 +115,9 @@ class Split:
 
         :returns: the output; the log-sum-exp ``[batch, tokens, heads, 2]``; and which call it was, for :meth:`backward`.
         """
-        if not self._active:
+        if self.shares.whole:
+            return alone(q, k, v, mask, scale)
+        if not self.active:
             raise RequestError(
                 f"an attention call of {self.name} outside its forward: call the transformer itself, on which parallelize was called"
             )
@@ -121,7 +127,7 @@ class Split:
                 f"{self.name} makes more than the {self._due} calls of split attention that its plan has in a forward: name in "
                 "plan.attention the modules whose keys are split, and unload adapters that attend to other tokens"
             )
-        label = f"{self._place()}, attention {self._calls}"
+        label = f"{self.place()}, attention {self._calls}"
         out_dim = v.shape[-1]
         states = same_dim(self.group, q, k, v)
         run = functools.partial(self.group.attend, *states, layout="bshd", scale=scale, lse_pair=True, **self.shares.execution)
@@ -188,12 +194,12 @@ class Split:
     @contextmanager
     def repeated(self, place: tuple[Any, ...]) -> Iterator[None]:
         """A block that computes a part of a forward again, from :meth:`position` on."""
-        before = (*self.position(), self._active)
-        self._forward, self._calls, self.shares.now, self.shares.totals, self._active = *place, True
+        before = (*self.position(), self.active)
+        self._forward, self._calls, self.shares.now, self.shares.totals, self.active = *place, True
         try:
             yield
         finally:
-            self._forward, self._calls, self.shares.now, self.shares.totals, self._active = before
+            self._forward, self._calls, self.shares.now, self.shares.totals, self.active = before
 
     def position(self) -> tuple[Any, ...]:
         """The forward, its calls so far, its shares, and what it has split."""
@@ -234,7 +240,8 @@ class Split:
         # In the label of each call: ranks that cut differently must not compute together.
         return f"{self.name[:40]}, {self.passes.model}, shares {self.shares}"
 
-    def _place(self) -> str:
+    def place(self) -> str:
+        """The forward, for labels of its calls."""
         return f"{self._title()}: forward {self._forward}"
 
 
@@ -390,7 +397,8 @@ def _wrapped(backend: Callable[..., Any], accepted: frozenset[str]) -> Callable[
     def call(**given: Any) -> Any:
         split = given.get("_parallel_config")
         if isinstance(split, Split):
-            if not (split.plan.common_keys and given.get("is_causal")):
+            is_whole = not torch.compiler.is_compiling() and split.shares.whole
+            if not is_whole and not (split.plan.common_keys and given.get("is_causal")):
                 return attention(split, **given)
             given["_parallel_config"] = None
         return backend(**{name: value for name, value in given.items() if name in accepted})

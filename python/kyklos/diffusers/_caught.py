@@ -37,6 +37,8 @@ def catch(module: torch.nn.Module, split: Split) -> list[Any]:
 
 @torch.compiler.disable
 def _enter(split: Split, modes: list[_Caught], module: torch.nn.Module, args: Any) -> None:
+    if split.shares.whole:
+        return
     modes.append(_Caught(split))
     modes[-1].__enter__()
 

@@ -150,6 +150,8 @@ def _split_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if splitter.shares.whole:
+        return args, kwargs
     own, given = list(args), dict(kwargs)
     with told(splitter.group):
         for name, how in names.items():
@@ -170,6 +172,8 @@ def split_outputs(module: torch.nn.Module, plan: Mapping[Any, Any], splitter: Sp
 
 @torch.compiler.disable
 def _split_outputs(splitter: Splitter, outputs: dict[int, Any], module: torch.nn.Module, args: Any, output: Any) -> Any:
+    if splitter.shares.whole:
+        return output
     name = type(module).__name__
     with told(splitter.group):
         if isinstance(output, torch.Tensor):
@@ -199,6 +203,8 @@ def gather_outputs(module: torch.nn.Module, plan: Any, split: Split) -> Callable
 
 @torch.compiler.disable
 def _gather_outputs(split: Split, each: list[Any], module: torch.nn.Module, args: Any, output: Any) -> Any:
+    if split.shares.whole:
+        return output
     name = type(module).__name__
     values = [output] if isinstance(output, torch.Tensor) else list(output)
     with told(split.group):

@@ -19,3 +19,14 @@ def own_keys(group: Group, x: torch.Tensor, common: int) -> torch.Tensor:
     """Keys or values ``[batch, tokens, ...]`` with an equal part of the first ``common``, which every rank has, so that each counts once."""
     first, end = (common * rank // group.size for rank in (group.rank, group.rank + 1))
     return torch.cat([x[:, first:end], x[:, common:]], 1)
+
+
+def alone(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As ``Split.attend``, to the keys that are here, without what gradients need. For compiled code, in which the call is fixed."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+    of_groups = q.shape[1] != k.shape[1]
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=of_groups).transpose(1, 2)
+    return o.contiguous(), q.new_zeros(*o.shape[:-1], 2, dtype=torch.float32), torch.zeros(3, dtype=torch.int64)

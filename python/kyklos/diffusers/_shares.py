@@ -36,7 +36,8 @@ class Shares:
         self.now = _whole(checked_shares(given, group.size))
         #: Tokens of all ranks of the inputs that the forward has split so far, by name.
         self.totals: dict[str, int] = {}
-        self._by_pace = isinstance(given, str) and given == "auto"
+        #: Whether forwards are timed: shares are by pace.
+        self._measures = isinstance(given, str) and given == "auto"
         self._has_ring = has_ring(group, execution)
         self._times = Stopwatch()
         self._pace: Pace | None = None
@@ -55,19 +56,19 @@ class Shares:
     def begin(self, passes: Passes, number: int, inputs: dict[str, Any]) -> None:
         """A forward with this number begins, on all ranks. Shares by pace change here."""
         self.totals = {}
-        if not self._by_pace:
+        if not self._measures:
             return
         # All of this is equal on all ranks, also after forwards that failed on one of them.
         if number > MEASURED and self._shapes and self._shapes not in self._known:
             self._choose(passes)
-        self._shapes = shapes_of(inputs)
+        self._shapes = tuple((name, tuple(x.shape)) for name, x in inputs.items() if isinstance(x, torch.Tensor))
         self.now = self._known.get(self._shapes, self.now)
         self._times.begin()
 
     @contextmanager
     def attending(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[None]:
         """A call of attention, with this rank's tokens."""
-        if not self._by_pace:
+        if not self._measures:
             yield
             return
         with self._times.attending(q, k, self._pace is None):
@@ -75,11 +76,11 @@ class Shares:
 
     def end(self) -> None:
         """The forward has ended well."""
-        if not self._by_pace:
+        if not self._measures:
             return
         times = self._times
         times.end()
-        if self._watch is not None and self._shapes in self._chosen and times.calls is not None:
+        if self._watch is not None and self._pace is not None and self._shapes in self._chosen and times.calls is not None:
             self._watch.saw(self._pace, *self._chosen[self._shapes], times.wall_s / times.calls.entries)
 
     def _choose(self, passes: Passes) -> None:
@@ -108,13 +109,7 @@ class Shares:
 
     def _speeds(self, calls: Calls) -> list[int]:
         """How many pairs of a query and a key each rank attends to in a second."""
-        kind = {"heads": calls.heads, "kv_heads": calls.kv_heads, "dim": calls.dim, "dtype": calls.dtype}
-        return self.group.speeds(USUAL_TOKENS, **kind)
-
-
-def shapes_of(inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """What inputs have in common for which the same is chosen."""
-    return tuple((name, tuple(x.shape)) for name, x in inputs.items() if isinstance(x, torch.Tensor))
+        return self.group.speeds(USUAL_TOKENS, **calls.kind)
 
 
 def _whole(shares: Sequence[float]) -> tuple[int, ...]:

@@ -29,6 +29,10 @@ class Calls:
     dtype: str
 
     @property
+    def kind(self) -> dict[str, Any]:
+        return {"heads": self.heads, "kv_heads": self.kv_heads, "dim": self.dim, "dtype": self.dtype}
+
+    @property
     def number(self) -> int:
         """As many calls like the first one have as many heads."""
         return max(1, self.total_heads // self.heads)

@@ -237,7 +237,7 @@ def test_masks_are_gathered_once_and_again_only_where_a_rank_has_new_ones():
         group.attend = noted
         state = _attention.Split(group, "Model", Shares(group, None, {}), 99)
         _attention.register(state)
-        state._active = True
+        state.active = True
         outputs = []
         for number in (0, 0, 2, 2, 0, 1, 1, 0, 2):
             parts = [x[:, own] for x in (q, k, v)]

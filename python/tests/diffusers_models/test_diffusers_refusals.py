@@ -154,7 +154,7 @@ def test_calls_that_the_engine_does_not_compute_are_refused(alone):
     q = torch.randn(1, 8, 2, 16)
     dispatch = attention_dispatch.dispatch_attention_fn
     with parallelize(tiny.flux(), alone) as handle:
-        handle._split._active = True
+        handle._split.active = True
         own = {"parallel_config": handle._split}
         for wrong, pattern in (
             ({"dropout_p": 0.5}, "dropout"),
@@ -169,7 +169,7 @@ def test_calls_that_the_engine_does_not_compute_are_refused(alone):
 
     def run(group):
         with parallelize(models[group.rank], group) as handle:
-            handle._split._active = True
+            handle._split.active = True
             with pytest.raises(kyklos.RequestError, match="mask of 8 queries by the 8 keys of this rank"):
                 dispatch(q, q, q, attn_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool), parallel_config=handle._split)
 
@@ -184,7 +184,7 @@ def test_rows_of_a_mask_over_the_keys_of_all_ranks():
     def run(group):
         own = slice(0, 17) if group.rank == 0 else slice(17, 30)
         state = _attention.Split(group, "Model", Shares(group, None, {}), 9)
-        state._active = True
+        state.active = True
         return state.attend(q[:, own], k[:, own], v[:, own], mask[:, :, own], 0.25)[0]
 
     got = torch.cat(kyklos.run_local(2, run, device="cpu"), 1)
