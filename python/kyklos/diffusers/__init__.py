@@ -35,10 +35,10 @@ from . import _attention, _hooks
 from ._caught import catch
 from ._plan import Count, Joined, Known, SplitPlan
 from ._plans import choose, find, split_attention_modules
-from ._shares import Shares
+from ._ways.shares import Shares
 from ._timing import timed
-from ._ways import Ways
-from ._whole import Whole, run
+from ._ways.choice import Ways
+from ._ways.whole import Whole, run
 
 __all__ = ["Count", "Handle", "Joined", "SplitPlan", "parallelize", "timed"]
 

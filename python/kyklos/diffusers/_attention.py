@@ -31,7 +31,7 @@ from ._inputs import compare
 from ._keys import alone, own_keys, same_dim
 from ._masks import equal, four_axes, gather_mask, mask_type, rows_of
 from ._plan import SplitPlan
-from ._shares import Shares
+from ._ways.shares import Shares
 
 # Splits by number: the operator has the number, since graphs take no objects. Attention processors hold them.
 _splits: weakref.WeakValueDictionary[int, Split] = weakref.WeakValueDictionary()

@@ -20,7 +20,7 @@ from .._group import Group
 from .._models.telling import told
 from ._attention import Split
 from ._plan import Count, Joined
-from ._shares import Shares
+from ._ways.shares import Shares
 
 # The attribute with the function that computes a block again in backward().
 _CHECKPOINT = "_gradient_checkpointing_func"

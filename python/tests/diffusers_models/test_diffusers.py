@@ -12,7 +12,7 @@ import kyklos
 import kyklos.diffusers
 from kyklos import _rows
 from kyklos.diffusers import _attention, _hooks, parallelize
-from kyklos.diffusers._shares import Shares
+from kyklos.diffusers._ways.shares import Shares
 
 
 @pytest.mark.parametrize("name", tiny.CASES)

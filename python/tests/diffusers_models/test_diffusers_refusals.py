@@ -11,7 +11,7 @@ from split_models import all_raise, case
 import kyklos
 import kyklos.diffusers
 from kyklos.diffusers import SplitPlan, _attention, parallelize
-from kyklos.diffusers._shares import Shares
+from kyklos.diffusers._ways.shares import Shares
 
 
 class Other(FluxAttnProcessor):

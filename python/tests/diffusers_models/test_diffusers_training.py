@@ -11,7 +11,7 @@ from split_models import case
 import kyklos
 import kyklos.torch
 from kyklos.diffusers import _attention, parallelize
-from kyklos.diffusers._shares import Shares
+from kyklos.diffusers._ways.shares import Shares
 
 
 def loss_of(model, inputs):

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from .._group import Group
-from .._models.agreement import Passes
-from .._models.execution import checked_shares, has_ring
-from .._models.pace import Pace, Reach, Watch
-from ._stopwatch import Calls, Stopwatch
+from ..._group import Group
+from ..._models.agreement import Passes
+from ..._models.execution import checked_shares, has_ring
+from ..._models.pace import Pace, Reach, Watch
+from .stopwatch import Calls, Stopwatch
 
 # Forwards that show the pace. The first one allocates memory and compiles kernels, and so may the second.
 MEASURED = 3

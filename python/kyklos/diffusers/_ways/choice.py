@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from .._group import Group
-from .._models.agreement import Passes
-from .._models.pace import Pace
-from ._calls import Pairs, tensors_of
-from ._shares import MEASURED, USUAL_TOKENS, Shares
-from ._stopwatch import Calls
+from ..._group import Group
+from ..._models.agreement import Passes
+from ..._models.pace import Pace
+from .calls import Pairs, tensors_of
+from .shares import MEASURED, USUAL_TOKENS, Shares
+from .stopwatch import Calls
 
 _log = logging.getLogger("kyklos")
 

@@ -22,7 +22,7 @@ class Pairs:
 
     def begin(self, inputs: Inputs) -> None:
         last, was_second = self._last, self.is_second
-        self.is_second = last is not None and not was_second and _of_one_step(last, inputs) and last.keys() == inputs.keys()
+        self.is_second = last is not None and not was_second and _of_one_step(last, inputs)
         if self.is_second:
             assert last is not None
             self._pair, self.found = (last, inputs), True
@@ -48,11 +48,12 @@ class Pairs:
 
 
 def _of_one_step(a: Inputs, b: Inputs) -> bool:
-    """The latents are the first argument."""
+    """Whether latents, the first argument, and times are the same, and something else is not."""
+    if a.keys() != b.keys():
+        return False
     first = next(iter(a), None)
-    return first in b and all(
-        same(a[name], b.get(name)) for name in a if name == first or name == "t" or name.startswith("timestep")
-    )
+    of_step = {name for name in a if name in (first, "t") or name.startswith("timestep")}
+    return all(same(a[name], b[name]) for name in of_step) and not all(same(a[name], b[name]) for name in a.keys() - of_step)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -69,12 +70,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def entries_of(inputs: Inputs, first: int, end: int, batch: int) -> Inputs:
-    """These entries of a batch: of tensors by their first axis and of lists, if they are so long."""
+    """These entries of a batch: of tensors by their first axis and of lists of others, if they are so long."""
 
     def part(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             return x[first:end] if x.dim() and x.shape[0] == batch else x
-        if isinstance(x, list) and len(x) == batch:
+        if isinstance(x, list) and len(x) == batch and not all(isinstance(item, torch.Tensor) and item.shape[:1] == (batch,) for item in x):
             return x[first:end]
         if isinstance(x, (list, tuple)):
             return type(x)(map(part, x))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._models.pace import wait_for
+from ..._models.pace import wait_for
 
 _S = 10**9
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from .._rows import gather
-from ._attention import Split
-from ._calls import Inputs, entries_of, same, tensors_of
-from ._ways import Way, Ways
+from ..._rows import gather
+from .._attention import Split
+from .calls import Inputs, entries_of, same, tensors_of
+from .choice import Way, Ways
 
 # Elements of a row that travels.
 _ROW = 64
@@ -54,6 +54,10 @@ class Form:
             for shape, leaf in zip(self.shapes, self.leaves, strict=True)
         )
         return Form(self.spec, self.leaves, tuple(shapes))
+
+
+#: The rank that computes it, its inputs, and the form of its output.
+Call = tuple[int, Inputs, Form]
 
 
 class Whole:
@@ -107,13 +111,19 @@ class Whole:
         # Which inputs have entries of the batch is a guess, which the split forward must confirm.
         (way, inputs, form), self._checking = self._checking, None
         self._ways.whole = True
-        got = self._entries(inputs, form, way)
-        right = all(_near(a, b) for a, b in zip(tensors_of(got), tensors_of(output), strict=True))
-        if all(ok for (ok,) in self._split.passes.compare([int(right)], "entries")):
+        calls = self._cut(inputs, form, way)
+        try:
+            own = self._own(calls)
+        except Exception:
+            own = None
+        if self._all(own is not None) and self._all(_near(self._joined(calls, form, own), output)):
             self._right.append(way)
         else:
             self._ways.fail(way)
         self._ways.leave_out()
+
+    def _all(self, ok: bool) -> bool:
+        return all(number for (number,) in self._split.passes.compare([int(ok)], "entries"))
 
     def _computed(self, inputs: Inputs, form: Form) -> Callable[[], Any] | None:
         """What gives the output for these inputs; nothing if they are to be split after all."""
@@ -132,7 +142,8 @@ class Whole:
             self._ways.fail(way)
             return None
         if way in self._right:
-            return lambda: self._entries(inputs, form, way)
+            calls = self._cut(inputs, form, way)
+            return lambda: self._joined(calls, form, self._own(calls))
         self._checking = way, inputs, form
         return None
 
@@ -141,26 +152,36 @@ class Whole:
         self._kept = second[0], kept
         return output
 
-    def _entries(self, inputs: Inputs, form: Form, way: Way) -> Any:
+    @staticmethod
+    def _cut(inputs: Inputs, form: Form, way: Way) -> list[Call]:
+        """A call for each rank that has entries of the batch."""
         calls, first, batch = [], 0, sum(way.entries)
         for rank, count in enumerate(way.entries):
             if count:
                 calls.append((rank, entries_of(inputs, first, first + count, batch), form.entries(count)))
             first += count
-        parts = [tree_flatten(output)[0] for output in self._shared(calls)]
+        return calls
+
+    def _joined(self, calls: Sequence[Call], form: Form, own: list[Any] | None) -> Any:
+        parts = [tree_flatten(output)[0] for output in self._exchanged(calls, own)]
         joined = [torch.cat(each) if isinstance(each[0], torch.Tensor) else each[0] for each in zip(*parts, strict=True)]
         return tree_unflatten(joined, form.spec)
 
-    def _shared(self, calls: Sequence[tuple[int, Inputs, Form]]) -> list[Any]:
-        """The outputs of calls, each computed by one rank, on all ranks."""
-        group = self._split.group
-        own: list[Any] = []
+    def _shared(self, calls: Sequence[Call]) -> list[Any]:
+        """The outputs of calls on all ranks."""
+        return self._exchanged(calls, self._own(calls))
+
+    def _own(self, calls: Sequence[Call]) -> list[Any]:
+        """The output of this rank's call, flat; nothing if it has none."""
         for rank, inputs, form in calls:
-            if rank == group.rank:
+            if rank == self._split.group.rank:
                 output = self._forward(**inputs)
-                own = tree_flatten(output)[0]
                 if Form.of(output) != form:
                     raise RuntimeError(f"an output of {self._split.name} has another form than before, with inputs of the same shapes")
+                return tree_flatten(output)[0]
+        return []
+
+    def _exchanged(self, calls: Sequence[Call], own: list[Any] | None) -> list[Any]:
         outputs: list[list[Any]] = [[] for _ in calls]
         for place, leaf in enumerate(calls[0][2].leaves):
             if not isinstance(leaf, torch.dtype):
@@ -169,7 +190,7 @@ class Whole:
                 continue
             shapes = [form.shapes[place] for _, _, form in calls]
             rows = _rows(own[place]) if own else torch.empty(1, 0, _ROW, dtype=leaf)
-            whole = gather(group, rows, f"{self._split.place()}, output {place}")[0]
+            whole = gather(self._split.group, rows, f"{self._split.place()}, output {place}")[0]
             lengths = [-(-math.prod(shape) // _ROW) for shape in shapes]
             order = sorted(range(len(calls)), key=lambda at: calls[at][0])
             cut = dict(zip(order, whole.split([lengths[at] for at in order]), strict=True))
@@ -200,6 +221,11 @@ def _key(inputs: Inputs) -> tuple[Any, ...]:
     return tuple(shapes), repr(inputs.get("return_dict", True))
 
 
-def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
-    difference, norm = (a.double() - b.double()).norm().item(), b.double().norm().item()
-    return difference <= _ROUNDING[b.dtype] * norm or math.isnan(norm) and math.isnan(difference)
+def _near(a: Any, b: Any) -> bool:
+    """Whether outputs are alike but for rounding."""
+
+    def near(x: torch.Tensor, y: torch.Tensor) -> bool:
+        difference, norm = (x.double() - y.double()).norm().item(), y.double().norm().item()
+        return difference <= _ROUNDING[y.dtype] * norm
+
+    return all(near(x, y) for x, y in zip(tensors_of(a), tensors_of(b), strict=True))

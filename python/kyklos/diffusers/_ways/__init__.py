@@ -1,0 +1,1 @@
+"""How forwards of a split transformer run: as options say, or as their times show."""
