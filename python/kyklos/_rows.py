@@ -7,7 +7,7 @@ A call of attention in which each token sees its own value alone gives that valu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,28 @@ def sum_rows(group: Group, rows: torch.Tensor, counts: list[int], label: str) ->
     return own
 
 
-def _exchange(group: Group, rows: torch.Tensor, label: str, results: str | int) -> torch.Tensor:
-    """The rows of all ranks, on the ranks of ``results``."""
+def send(
+    group: Group, rows: torch.Tensor, kept: Sequence[Sequence[tuple[int, int]]], wanted: Sequence[Sequence[tuple[int, int]]], label: str
+) -> torch.Tensor:
+    """Rows that one rank has and another one wants.
+
+    :param rows: ``[batch, own tokens, ...]``; types as for :func:`gather`.
+    :param kept: for each rank the numbers of its tokens, as half-open ranges; ``wanted`` those that it gets. Each number has one rank that keeps
+        it, and one that wants it.
+    :returns: ``[batch, wanted tokens, ...]`` on the device of ``rows``.
+    """
+    tokens = {"q_tokens": [_full(ranges) for ranges in wanted], "kv_tokens": [_full(ranges) for ranges in kept]}
+    return _exchange(group, rows, label, "owner", sum(end - first for first, end in wanted[group.rank]), **tokens)
+
+
+def _full(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(first, end) for first, end in ranges if end > first]
+
+
+def _exchange(
+    group: Group, rows: torch.Tensor, label: str, results: str | int, wanted: int | None = None, **tokens: Any
+) -> torch.Tensor:
+    """The rows of all ranks, on the ranks of ``results``; or those of the ``wanted`` tokens."""
     if rows.dtype not in _TYPES:
         raise RequestError(f"rows of {rows.dtype} for all ranks: use float32, float16 or bfloat16")
     batch, own, *rest = rows.shape
@@ -63,7 +83,8 @@ def _exchange(group: Group, rows: torch.Tensor, label: str, results: str | int) 
     flat = torch.nn.functional.pad(rows.detach().reshape(batch, own, width), (0, padding))
     (values,) = readable(group, flat.reshape(batch, own, (width + padding) // _DIM, _DIM))
     none = torch.zeros_like(values)
-    o, _ = group.attend(none, none, values, mask="window:0,0", layout="bshd", results=results, label=label)
+    q = none if wanted is None else none.new_zeros(batch, wanted, *none.shape[2:])
+    o, _ = group.attend(q, none, values, mask="window:0,0", layout="bshd", results=results, label=label, **tokens)
     everything = o.reshape(batch, o.shape[1], width + padding)[:, :, :width]
     return everything.reshape(batch, o.shape[1], *rest).to(rows.device)
 

@@ -35,12 +35,13 @@ from . import _attention, _hooks
 from ._caught import catch
 from ._plan import Count, Joined, Known, SplitPlan
 from ._plans import choose, find, split_attention_modules
-from ._ways.shares import Shares
 from ._timing import timed
+from ._vae import VaeHandle, split_vae
 from ._ways.choice import Ways
+from ._ways.shares import Shares
 from ._ways.whole import Whole, run
 
-__all__ = ["Count", "Handle", "Joined", "SplitPlan", "parallelize", "timed"]
+__all__ = ["Count", "Handle", "Joined", "SplitPlan", "VaeHandle", "parallelize", "split_vae", "timed"]
 
 _TESTED = (0, 42)
 
