@@ -45,7 +45,9 @@ class Band:
         """
         mine = self.counts[self.group.rank]
         if any(count * own % mine for count in self.counts):
-            raise RequestError(f"{own} rows of rank {self.group.rank} come of {mine}: its layers do not keep the proportion of the rows; {ALONE}")
+            raise RequestError(
+                f"{own} rows of rank {self.group.rank} come of {mine}: its layers do not keep the proportion of the rows; {ALONE}"
+            )
         return [count * own // mine for count in self.counts]
 
     def borders(self, x: torch.Tensor, above: int, below: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -61,8 +63,8 @@ class Band:
         if min(counts) < max(above, below):
             raise agreed(
                 counts.index(min(counts)),
-                f"a layer of the VAE needs {max(above, below)} rows of its neighbours, and the ranks have {counts} rows: use fewer ranks, shares that "
-                "differ less, or a larger image",
+                f"a layer of the VAE needs {max(above, below)} rows of its neighbours, and the ranks have {counts} rows: "
+                "use fewer ranks, shares that differ less, or a larger image",
             )
         # What rank r sends up has the positions from ends[2 * r] on, what it sends down those from ends[2 * r + 1] on.
         sent = [(below if r else 0, above if r < last else 0) for r in range(last + 1)]
@@ -103,7 +105,9 @@ class Band:
         rows = x.movedim(-2, 0)
         found = gather(self.group, rows.reshape(1, rows.shape[0], math.prod(rows.shape[1:])), self._label("output"))
         if found.shape[1] != total:
-            raise RequestError(f"the ranks have {found.shape[1]} rows of the result, and not {total}: its layers do not keep their proportion; {ALONE}")
+            raise RequestError(
+                f"the ranks have {found.shape[1]} rows of the result, and not {total}: its layers do not keep their proportion; {ALONE}"
+            )
         return found.reshape(-1, *rows.shape[1:]).movedim(0, -2).contiguous()
 
 

@@ -60,20 +60,31 @@ class Layers(TorchFunctionMode):
     ) -> torch.Tensor:
         steps, spread = _each(stride, weight), _each(dilation, weight)
         if isinstance(padding, str):
-            reach = [d * (k - 1) for d, k in zip(spread, weight.shape[2:], strict=True)]
-            padding = [0 if padding == "valid" else r // 2 for r in reach]
-            if any(r % 2 for r in reach) and any(padding):
+            widths = [0 if padding == "valid" else d * (k - 1) for d, k in zip(spread, weight.shape[2:], strict=True)]
+            padding = [width // 2 for width in widths]
+            if any(width % 2 for width in widths):
                 raise _unknown("padding='same' of an even kernel")
-        pads, x = _each(padding, weight), input
-        rows = pads[-2]
-        if rows:
-            above, below = self.band.borders(x, rows, rows)
-            edge = x.new_zeros(*x.shape[:-2], rows, x.shape[-1])
-            x = torch.cat([edge if above is None else above, x, edge if below is None else below], -2)
-            pads[-2] = 0
-        found = func(x, weight, bias, steps, pads, spread, groups)
-        if rows and found.shape[-2] * steps[-2] != input.shape[-2]:
-            raise _unknown(f"a convolution that makes {found.shape[-2]} rows of {input.shape[-2]}")
+        pads = _each(padding, weight)
+        rows, reach, height = pads[-2], spread[-2] * (weight.shape[-2] - 1), input.shape[-2]
+        inner = [*pads[:-2], 0, pads[-1]]
+        if rows == 0:
+            found = func(input, weight, bias, steps, pads, spread, groups)
+        else:
+            above, below = self.band.borders(input, rows, rows)
+            if steps[-2] == 1 and reach == 2 * rows <= height:
+                # Rows whose windows reach beyond this rank are computed again: that takes less memory than a copy with more rows.
+                found = func(input, weight, bias, steps, pads, spread, groups)
+                first, last = input[..., :reach, :], input[..., height - reach :, :]
+                for at, border in (0, [above, first]), (height - rows, [last, below]):
+                    parts = [part for part in border if part is not None]
+                    if len(parts) == 2:
+                        found.narrow(-2, at, rows).copy_(func(torch.cat(parts, -2), weight, bias, steps, inner, spread, groups))
+            else:
+                edge = input.new_zeros(*input.shape[:-2], rows, input.shape[-1])
+                x = torch.cat([edge if above is None else above, input, edge if below is None else below], -2)
+                found = func(x, weight, bias, steps, inner, spread, groups)
+            if found.shape[-2] * steps[-2] != height:
+                raise _unknown(f"a convolution that makes {found.shape[-2]} rows of {height}")
         self._frames, self._pixels = found.shape[-3] if found.dim() == 5 else 1, math.prod(found.shape[-2:])
         return found
 
@@ -95,7 +106,9 @@ class Layers(TorchFunctionMode):
             raise _unknown("a transposed convolution whose outputs overlap")
         return func(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
-    def average(self, func: Any, input: torch.Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def average(
+        self, func: Any, input: torch.Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """An average pool whose windows do not overlap."""
         kernel = _rows_of(kernel_size)
         if _rows_of(stride or kernel_size) != kernel or _rows_of(padding) or input.shape[-2] % kernel:
@@ -135,8 +148,8 @@ class Layers(TorchFunctionMode):
             for x in self.band.moments(mean, var)
         )
         # A batch norm with given moments is the kernel that normalises in one pass.
-        factors = [None if x is None else x.float().repeat(batch) for x in (weight, bias)]
-        normal = F.batch_norm(input.reshape(1, batch * channels, -1), mean, var, *factors, training=False, eps=eps)
+        weight, bias = (None if x is None else x.float().repeat(batch) for x in (weight, bias))
+        normal = F.batch_norm(input.reshape(1, batch * channels, -1), mean, var, weight, bias, eps=eps)
         return normal.reshape(input.shape)
 
     def attention(
@@ -180,8 +193,8 @@ class Layers(TorchFunctionMode):
         :raises RequestError: on all ranks, if that cannot be told on some of them.
         """
         own = self.band.counts[self.band.group.rank]
-        if tokens == self._frames > 1 and any(self._pixels * count == tokens * own for count in self.band.counts):
-            raise _unknown(f"an axis of {tokens} tokens, where a frame has as many pixels on this rank as there are frames")
+        if tokens == self._frames > 1 and any(self._pixels * count in (own, tokens * own) for count in self.band.counts):
+            raise _unknown(f"an axis of {tokens} tokens, where a frame has one pixel on some rank, or as many pixels as there are frames")
         return tokens in (self._pixels, self._pixels * self._frames)
 
 
@@ -225,7 +238,17 @@ _RUN: dict[Any, Callable[..., torch.Tensor]] = {
     F.batch_norm: Layers.batch_norm,
     F.scaled_dot_product_attention: Layers.attention,
     **dict.fromkeys(
-        (F.max_pool2d, F.max_pool3d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.adaptive_max_pool2d, F.instance_norm, F.grid_sample, F.unfold, F.fold),
+        (
+            F.max_pool2d,
+            F.max_pool3d,
+            F.adaptive_avg_pool2d,
+            F.adaptive_avg_pool3d,
+            F.adaptive_max_pool2d,
+            F.instance_norm,
+            F.grid_sample,
+            F.unfold,
+            F.fold,
+        ),
         Layers.refused,
     ),
 }

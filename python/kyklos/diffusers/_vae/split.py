@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from ..._models.telling import told
 from ..._rows import without_backward
 from .._hooks import bounds
 from .._inputs import compare
+from .._shares import _whole
 from .band import ALONE, Band
 from .layers import Layers
 
@@ -35,7 +35,7 @@ class Split:
     def __init__(self, group: Group, name: str, shares: Sequence[float]) -> None:
         self.group, self.name = group, name
         self.passes = Passes(group)
-        self._shares = [Fraction(share).limit_denominator(1 << 20) for share in shares]
+        self._shares = _whole(shares)
         #: The methods that are computed in parts. The rows of their inputs are cut at multiples of these.
         self.units: dict[str, int] = {}
 
@@ -60,7 +60,14 @@ class Split:
         return self._parts(vae, method, x, args, options, [unit * (end - first) for first, end in zip(cuts, cuts[1:], strict=False)], place)
 
     def _parts(
-        self, vae: torch.nn.Module, method: str, x: torch.Tensor, args: Sequence[Any], options: Mapping[str, Any], counts: Sequence[int], place: str
+        self,
+        vae: torch.nn.Module,
+        method: str,
+        x: torch.Tensor,
+        args: Sequence[Any],
+        options: Mapping[str, Any],
+        counts: Sequence[int],
+        place: str,
     ) -> Any:
         band = Band(self.group, counts, place)
         learns = [tensor for tensor in (x, *vae.parameters()) if torch.is_grad_enabled() and tensor.requires_grad]
@@ -74,7 +81,9 @@ class Split:
         if any(isinstance(other, torch.Tensor) and other.dim() > 3 for other in others):
             raise RequestError(f"{self.name}.{method} is called with a second image, which is not split: {ALONE}")
         if getattr(vae, "use_tiling", False):
-            raise RequestError(f"{self.name} has tiling, which blends tiles at their seams: call disable_tiling(); a split VAE divides memory without seams")
+            raise RequestError(
+                f"{self.name} has tiling, which blends tiles at their seams: call disable_tiling(); a split VAE divides memory without seams"
+            )
         parts = list(vae.modules())
         if vae.training and any(isinstance(part, torch.nn.Dropout) and part.p for part in parts):
             raise RequestError(f"{self.name} has dropout, which would differ between ranks: call eval(), or set its p to 0")
@@ -82,8 +91,8 @@ class Split:
             raise RequestError(f"{self.name} has compiled parts, whose layers cannot be told apart: split it without torch.compile")
 
     def latents(self, vae: torch.nn.Module) -> list[Trial]:
-        """Those of a video, an image, a video of one frame, and images that are a video. From row to row they are brighter and have more contrast, so that ranks
-        have other statistics."""
+        """Those of a video, also at a time, of an image, a video of one frame, and images that are a video. From row to row they are brighter and have more
+        contrast, so that ranks have other statistics."""
         config = getattr(vae, "config", {})
         channels = next((config[name] for name in _CHANNELS if isinstance(config.get(name), int)), None)
         if channels is None:
@@ -93,7 +102,8 @@ class Split:
         height = torch.linspace(0.2, 1, rows)[:, None]
         parameter = next(vae.parameters())
         video = (z * height + height).to(parameter.device, parameter.dtype)
-        return [(video, {}), (video[:, :, 0], {}), (video[:, :, :1], {}), (video[0].transpose(0, 1), {"num_frames": _FRAMES})]
+        images, time = video[0].transpose(0, 1), video.new_tensor([0.05])
+        return [(video, {}), (video, {"temb": time}), (images[:1], {}), (video[:, :, :1], {}), (images, {"num_frames": _FRAMES})]
 
     def _trial_rows(self) -> list[int]:
         return [2 + rank % 2 for rank in range(self.group.size)]
@@ -166,7 +176,9 @@ def _joined(band: Band, result: Any, learns: Sequence[torch.Tensor]) -> Any:
 def _tensor_of(result: Any) -> torch.Tensor:
     """The first tensor of a result."""
     while not isinstance(result, torch.Tensor):
-        result = result.parameters if hasattr(result, "parameters") else next(iter(result.values() if isinstance(result, Mapping) else result))
+        result = (
+            result.parameters if hasattr(result, "parameters") else next(iter(result.values() if isinstance(result, Mapping) else result))
+        )
     return result.detach()
 
 

@@ -75,13 +75,26 @@ def test_batches_slices_and_plain_results():
         together = model.decode(z=z, return_dict=False)
         assert isinstance(together, tuple)
         model.enable_slicing()
-        return together[0].detach(), tiny.decoded(model, z), model.encode(picture.float()).latent_dist.sample(torch.Generator().manual_seed(3))
+        return (
+            together[0].detach(),
+            tiny.decoded(model, z),
+            model.encode(picture.float()).latent_dist.sample(torch.Generator().manual_seed(3)),
+        )
 
     first, second = tiny.split("AutoencoderKL", (3, 7), call)
     for together, apart, _ in (first, second):
         assert (together - picture).abs().max() <= 1e-5 and (apart - picture).abs().max() <= 1e-5
     # The same bits on all ranks, so that they go on alike.
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_one_rank_and_other_columns():
+    """Columns, frames and batches are free: only rows are split."""
+    z = tiny.latents("AutoencoderKLHunyuanVideo", rows=5, columns=2)[:, :, :2]
+    whole = tiny.vae("AutoencoderKLHunyuanVideo")
+    for shares in [(1,), (1, 4)]:
+        for found in tiny.split("AutoencoderKLHunyuanVideo", shares, lambda model, _: tiny.decoded(model, z)):
+            assert (found - tiny.decoded(whole, z)).abs().max() <= 2e-5
 
 
 class Largest(TorchFunctionMode):

@@ -84,7 +84,11 @@ def test_inputs():
     refused("3 axes", call=lambda model, rank: model.decode(z[0]))
     refused("without a tensor", call=lambda model, rank: model.decode("z"))
     asymmetric = "AsymmetricAutoencoderKL"
-    refused("second image", call=lambda model, rank: model.decode(z, image=torch.zeros(1, 3, 18, 10), mask=torch.zeros(1, 1, 18, 10)), name=asymmetric)
+    refused(
+        "second image",
+        call=lambda model, rank: model.decode(z, image=torch.zeros(1, 3, 18, 10), mask=torch.zeros(1, 1, 18, 10)),
+        name=asymmetric,
+    )
 
 
 def test_settings_of_later():
@@ -107,7 +111,17 @@ def test_layers_that_need_more_rows_than_a_rank_has():
         torch.nn.init.constant_(model.decoder.conv_in.weight, 0.01)
         torch.nn.init.zeros_(model.decoder.conv_in.bias)
 
-    refused("needs 2 rows of its neighbours, and the ranks have \\[1, 8\\]", wide, lambda model, rank: model.decode(tiny.latents(NAME)), shares=(1, 9))
+    refused(
+        "needs 2 rows of its neighbours, and the ranks have \\[1, 8\\]",
+        wide,
+        lambda model, rank: model.decode(tiny.latents(NAME)),
+        shares=(1, 9),
+    )
+
+
+def test_tokens_that_may_be_those_of_an_image_or_of_a_pixel():
+    x = torch.randn(1, 3, 7, 8, 4, generator=torch.Generator().manual_seed(0))
+    refused("as many pixels as there are frames", call=lambda model, rank: tiny.encoded(model, x), name="AutoencoderKLMochi")
 
 
 def test_gradients():

@@ -32,10 +32,22 @@ LTX = {
 #: The class, its configuration, and frames of latents; none for images.
 VAES = {
     "AutoencoderKL": (IMAGE, None),
-    "AutoencoderKL without attention": (IMAGE | {"mid_block_add_attention": False, "use_quant_conv": False, "use_post_quant_conv": False}, None),
+    "AutoencoderKL without attention": (
+        IMAGE | {"mid_block_add_attention": False, "use_quant_conv": False, "use_post_quant_conv": False},
+        None,
+    ),
     "AutoencoderKLFlux2": (IMAGE, None),
     "AutoencoderTiny": (
-        {"encoder_block_out_channels": (8,) * 3, "decoder_block_out_channels": (8,) * 3, "num_encoder_blocks": (1,) * 3, "num_decoder_blocks": (1,) * 3},
+        {
+            "encoder_block_out_channels": (8,) * 3,
+            "decoder_block_out_channels": (8,) * 3,
+            "num_encoder_blocks": (1,) * 3,
+            "num_decoder_blocks": (1,) * 3,
+        },
+        None,
+    ),
+    "AutoencoderKLTemporalDecoder": (
+        {"down_block_types": DOWN, "block_out_channels": (32, 32), "latent_channels": 4},
         None,
     ),
     "AsymmetricAutoencoderKL": (
@@ -64,7 +76,15 @@ VAES = {
     "AutoencoderKLKVAE": ({"channels": 32, "num_enc_blocks": 1, "num_dec_blocks": 1, "z_channels": 4, "ch_mult": (1, 2)}, None),
     "AutoencoderKLWan": ({"base_dim": 8, "temperal_downsample": [False, True], **WAN}, 4),
     "AutoencoderKLWan 2.2": (
-        {"base_dim": 8, "temperal_downsample": [False, True], "is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2, **WAN},
+        {
+            "base_dim": 8,
+            "temperal_downsample": [False, True],
+            "is_residual": True,
+            "in_channels": 12,
+            "out_channels": 12,
+            "patch_size": 2,
+            **WAN,
+        },
         3,
     ),
     "AutoencoderKLQwenImage": ({"base_dim": 8, "temperal_downsample": [False, True], **WAN}, 1),
@@ -73,6 +93,7 @@ VAES = {
         1,
     ),
     "AutoencoderKLLTXVideo": (LTX, 3),
+    "AutoencoderKLLTXVideo at a time": (LTX | {"timestep_conditioning": True}, 3),
     "AutoencoderKLLTX2Video": (
         LTX
         | {
@@ -103,11 +124,23 @@ VAES = {
         3,
     ),
     "AutoencoderKLHunyuanVideo15": (
-        {"latent_channels": 4, "block_out_channels": (16, 16), "layers_per_block": 1, "spatial_compression_ratio": 2, "temporal_compression_ratio": 1},
+        {
+            "latent_channels": 4,
+            "block_out_channels": (16, 16),
+            "layers_per_block": 1,
+            "spatial_compression_ratio": 2,
+            "temporal_compression_ratio": 1,
+        },
         3,
     ),
     "AutoencoderKLHunyuanImageRefiner": (
-        {"latent_channels": 4, "block_out_channels": (16, 16), "layers_per_block": 1, "spatial_compression_ratio": 2, "temporal_compression_ratio": 1},
+        {
+            "latent_channels": 4,
+            "block_out_channels": (16, 16),
+            "layers_per_block": 1,
+            "spatial_compression_ratio": 2,
+            "temporal_compression_ratio": 1,
+        },
         3,
     ),
     "AutoencoderKLCogVideoX": (
@@ -205,7 +238,7 @@ def vae(name):
 def wanted(name):
     """Latents and what they decode to; a picture and what it encodes to; all in float64 on one process, and the errors of float32 there."""
     whole = copy.deepcopy(vae(name)).double()
-    z = latents(name)
+    z = latents(name, batch=3 if name == "AutoencoderKLTemporalDecoder" else 1)
     picture = decoded(whole, z.double())
     x = picture.float()
     code = encoded(whole, x.double())
@@ -221,6 +254,10 @@ def latents(name, rows=9, columns=5, batch=1):
 
 
 def decoded(model, z, **options):
+    if isinstance(model, autoencoders.AutoencoderKLTemporalDecoder):
+        options["num_frames"] = len(z)
+    if model.config.get("timestep_conditioning"):
+        options["temb"] = z.new_tensor([0.3])
     with torch.no_grad():
         found = model.decode(z, **options)
     return found if isinstance(found, torch.Tensor) else found[0]
