@@ -91,8 +91,8 @@ class Split:
             raise RequestError(f"{self.name} has compiled parts, whose layers cannot be told apart: split it without torch.compile")
 
     def latents(self, vae: torch.nn.Module) -> list[Trial]:
-        """Those of a video, also at a time, of an image, a video of one frame, and images that are a video. From row to row they are brighter and have more
-        contrast, so that ranks have other statistics."""
+        """Those of a video, also at a time, of an image, a video of one frame, and images that are a video. From row to row they are
+        brighter and have more contrast, so that ranks have other statistics."""
         config = getattr(vae, "config", {})
         channels = next((config[name] for name in _CHANNELS if isinstance(config.get(name), int)), None)
         if channels is None:
