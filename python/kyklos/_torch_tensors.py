@@ -17,6 +17,13 @@ def readable(group: Group, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.to("cpu") for tensor in tensors]
 
 
+def readable_bias(group: Group, bias: torch.Tensor) -> torch.Tensor:
+    """A bias where ``group`` reads it: numbers also on its GPU, if their rows end on a 4-byte boundary; a mask in host memory."""
+    if bias.is_floating_point() and bias.shape[-1] * bias.element_size() % 4 == 0:
+        return readable(group, bias)[0]
+    return bias.to("cpu")
+
+
 def _on_gpu_of(group: Group, tensor: torch.Tensor) -> bool:
     device = tensor.device
     return device.type == "cuda" and torch.version.hip is None and device.index == group.gpu

@@ -17,7 +17,7 @@ from .._errors import RequestError
 from .._group import Group
 from .._options import complete
 from .._sequence import keeping_place
-from .._torch_tensors import readable
+from .._torch_tensors import readable, readable_bias
 from ._inputs import Wrong, amount, of_keys, with_rows
 
 _Result = TypeVar("_Result")
@@ -238,15 +238,8 @@ def _prepared(
     if sinks is not None:
         options = {**options, "sinks": sinks.detach().to("cpu", torch.float32).tolist()}
     states = readable(group, *(tensor.detach() for tensor in tensors))
-    own = None if bias is None else _bias(group, bias.detach())
+    own = None if bias is None else readable_bias(group, bias.detach())
     return states, {**options, "bias": own, "key_bias": None if key_bias is None else key_bias.detach().to("cpu")}
-
-
-def _bias(group: Group, bias: torch.Tensor) -> torch.Tensor:
-    """A bias where ``group`` reads it: numbers also on its GPU, if their rows end on a 4-byte boundary; a mask in host memory."""
-    if bias.is_floating_point() and bias.shape[-1] * bias.element_size() % 4 == 0:
-        return readable(group, bias)[0]
-    return bias.to("cpu")
 
 
 @_attention.register_fake

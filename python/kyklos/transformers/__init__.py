@@ -25,6 +25,7 @@ from . import _loss as loss
 from . import _trainer as trainers
 from ._cache import SplitCache
 from ._split import SplitModel
+from ._stacks import SplitStacks, stacks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,8 +59,8 @@ def parallelize(
 
     A deep copy of the model is split over the group, too, with weights of its own. In training the ranks compare what their weights change by.
 
-    :param model: a decoder or encoder whose layers attend through ``AttentionInterface`` of transformers, with ``position_ids``,
-        without dropout (or in evaluation mode), with the same weights on all ranks.
+    :param model: a decoder or encoder whose layers attend through ``AttentionInterface`` of transformers, with ``position_ids``, or an
+        encoder-decoder; without dropout (or in evaluation mode), with the same weights on all ranks.
     :param mesh: ``"UxR"`` as in :meth:`kyklos.Group.attend`, for passes that are split.
     :param strategy: how keys, values or queries travel in them; by default what sends the fewest bytes.
     :param wire: ``"f16"`` or ``"int8"`` round keys and values on their way, and what the model computes is no longer exact. Gradients take
@@ -78,7 +79,13 @@ def parallelize(
     """
     with told(group):
         warn_of_copies(group, model)
-        split = SplitModel(model, group, execution(group, mesh, strategy, wire, shares), shares, gather)
+        how = execution(group, mesh, strategy, wire, shares)
+        stacks = stacks_of(model)
+        split: SplitModel | SplitStacks
+        if stacks:
+            split = SplitStacks(model, stacks, group, how, shares, gather)
+        else:
+            split = SplitModel(model, group, how, shares, gather)
         split.install(check)
         handle = Handle(split)
         loss.install(split, handle._undo)
@@ -89,12 +96,13 @@ def parallelize(
 class Handle:
     """A split model. :meth:`remove` restores it; so does the end of a ``with`` block."""
 
-    def __init__(self, split: SplitModel) -> None:
-        self._split: SplitModel | None = split
+    def __init__(self, split: SplitModel | SplitStacks) -> None:
+        self._split: SplitModel | SplitStacks | None = split
         self._undo: list[Any] = []
 
     def cache(self, *, rollback: int = 0) -> SplitCache:
-        """An empty cache over the ranks, as ``past_key_values`` of calls that follow each other. All ranks use it alike.
+        """An empty cache over the ranks, as ``past_key_values`` of calls that follow each other. All ranks use it alike. Encoder-decoders take
+        caches of transformers instead.
 
         :param rollback: tokens that :meth:`SplitCache.crop` can take back from layers with a sliding window, which drop older keys.
         """
@@ -136,7 +144,7 @@ class Handle:
     def __exit__(self, *_: Any) -> None:
         self.remove()
 
-    def _installed(self) -> SplitModel:
+    def _installed(self) -> SplitModel | SplitStacks:
         if self._split is None:
             raise ValueError("the model is no longer split: call parallelize() again")
         return self._split

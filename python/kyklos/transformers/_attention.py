@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from .._errors import RequestError
 from .._group import Group
 from .._rows import without_backward
-from .._torch_tensors import readable
+from .._torch_tensors import readable, readable_bias
 from . import _masks as masks
 from ._cache import SplitCache
 from ._differentiable import attend
@@ -38,7 +38,7 @@ _FEW_TOKENS = (
     "a pass of a split model over one token, or over fewer tokens than ranks, has no gradients: pass longer texts, or run it "
     "under torch.no_grad()"
 )
-_KNOWN = _WITHOUT_EFFECT | {"is_causal", "sliding_window", "softcap", "s_aux", "output_attentions"}
+_KNOWN = _WITHOUT_EFFECT | {"is_causal", "sliding_window", "softcap", "s_aux", "output_attentions", "position_bias"}
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Forward:
     ) -> torch.Tensor:
         """``[batch, tokens, heads, dim of values]`` of this rank's queries; ``states`` are ``[batch, heads, tokens, dim]``."""
         name = self.names.get(module, type(module).__name__)
-        rule = _checked(name, module, mask, options)
+        rule = checked(name, module, mask, options)
         self.attended.append(name)
         self.rules.append(rule)
         query, key, value = states
@@ -99,6 +99,8 @@ class Forward:
             )
         if mask is None and self.padding is not None:
             raise RequestError(f"attention at {name} gets no mask, and the batch has padding: pass texts of one length")
+        if options.get("position_bias") is not None and (self.cache is not None or self.counts is None):
+            raise RequestError(f"attention at {name} has a bias of positions, in a pass that all ranks compute: run this model on one rank")
         layer = None if self.cache is None else self.cache.take(name, key.shape[2])
         width = value.shape[3]
         query, key, value = _prepared(query, key, value)
@@ -106,7 +108,8 @@ class Forward:
         sinks = options.get("s_aux")
         if layer is None and self.counts is not None:
             states = readable(self.group, *(state.transpose(1, 2) for state in (query, key, value)))
-            o = attend(self.group, states, sinks, call)
+            bias = self._bias(name, options.get("position_bias"), call, query.dtype)
+            o = attend(self.group, states, sinks, bias, call)
             return o[..., :width].contiguous().to(query.device)
         call["sinks"] = None if sinks is None else sinks.detach().to("cpu", torch.float32).tolist()
 
@@ -126,6 +129,21 @@ class Forward:
             return o[..., :width].contiguous().to(query.device)
 
         return without_backward(run, _FEW_TOKENS if layer is None else _CACHED, query, key, value)
+
+    def _bias(self, name: str, bias: torch.Tensor | None, call: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None:
+        """A bias ``[batch or 1, heads, own tokens, tokens]`` where the group reads it; also with the holes of the padding, since a call
+        takes one of both."""
+        if bias is None:
+            return None
+        if bias.shape[2:] != (self.own, self.tokens):
+            raise RequestError(
+                f"attention at {name} has a bias of shape {tuple(bias.shape)} for {self.own} queries of this rank and {self.tokens} keys of all "
+                "ranks: run this model on one rank"
+            )
+        holes = call.pop("key_bias")
+        if holes is not None:
+            bias = bias.masked_fill(~holes.to(bias.device)[:, None, None], -torch.inf)
+        return readable_bias(self.group, bias.transpose(1, 2).to(dtype).contiguous())
 
     def _options(self, name: str, rule: MaskRule, options: dict[str, Any], dim: int) -> dict[str, Any]:
         right = self.padding if isinstance(self.padding, str) else None
@@ -199,7 +217,7 @@ def attention(
     return forward.attend(module, [query, key, value], attention_mask, options), None
 
 
-def _checked(name: str, module: torch.nn.Module, mask: Any, options: dict[str, Any]) -> MaskRule:
+def checked(name: str, module: torch.nn.Module, mask: Any, options: dict[str, Any]) -> MaskRule:
     """The mask rule of a call; refuses arguments that would have no effect."""
     if options["dropout"]:
         raise RequestError(f"attention at {name} asks for dropout {options['dropout']}: call model.eval()")

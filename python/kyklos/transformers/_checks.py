@@ -60,7 +60,7 @@ def refuse_unsplittable(model: PreTrainedModel, base: PreTrainedModel) -> None:
     alone = "run it on one rank"
     config = base.config
     if model.config.is_encoder_decoder:
-        refuse("it is an encoder-decoder, whose cross-attention and position biases are outside of the group", alone)
+        refuse("it is an encoder-decoder whose encoder and decoder are not two models", alone)
     parameters = inspect.signature(base.forward).parameters
     if (config.sub_configs and config.get_text_config() is not config) or "input_ids" not in parameters:
         refuse(

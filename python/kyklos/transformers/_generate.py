@@ -16,6 +16,7 @@ from .._rows import broadcast
 from ._cache import CACHE, SplitCache, given_cache
 from ._hooks import Undo, replace
 from ._split import SplitModel
+from ._stacks import SplitStacks
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # What models name as their default; a cache of ranks takes its place.
@@ -30,7 +31,7 @@ class RankZeroDecides(StoppingCriteriaList):
     Random generators, rounding and clocks differ between ranks; a rank with another token would ask another question.
     """
 
-    def __init__(self, split: SplitModel, criteria: StoppingCriteriaList) -> None:
+    def __init__(self, split: SplitModel | SplitStacks, criteria: StoppingCriteriaList) -> None:
         super().__init__(criteria)
         self._split = split
         self._steps = 0
@@ -55,7 +56,7 @@ class RankZeroDecides(StoppingCriteriaList):
         return torch.tensor([bool(end) for end in done], device=input_ids.device)
 
 
-def install(split: SplitModel, undo: Undo) -> None:
+def install(split: SplitModel | SplitStacks, undo: Undo) -> None:
     """Makes ``generate()`` of the model use the ranks, until the functions of ``undo`` are called."""
     model: Any = split.model
     if not getattr(model, "can_generate", lambda: False)():
@@ -69,7 +70,7 @@ def install(split: SplitModel, undo: Undo) -> None:
         replace(model, name, functools.update_wrapper(functools.partial(function, split, before), before), undo)
 
 
-def _generate(split: SplitModel, generate: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _generate(split: SplitModel | SplitStacks, generate: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     before, split.generating = split.generating, True
     try:
         with told(split.group):
@@ -83,7 +84,7 @@ def _generate(split: SplitModel, generate: Callable[..., Any], /, *args: Any, **
 
 
 def _prepare_cache(
-    split: SplitModel,
+    split: SplitModel | SplitStacks,
     prepare: Callable[..., Any],
     generation_config: Any,
     model_kwargs: dict[str, Any],
@@ -99,6 +100,9 @@ def _prepare_cache(
         raise RequestError(
             f"cache_implementation {implementation!r} on a split model, whose cache is over the ranks: leave it out"
         )
+    if isinstance(split, SplitStacks):
+        prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        return
     cache = given_cache(model_kwargs)
     if cache is not None and not isinstance(cache, SplitCache):
         raise RequestError(
@@ -111,6 +115,6 @@ def _prepare_cache(
 
 
 def _stopping_criteria(
-    split: SplitModel, criteria: Callable[..., StoppingCriteriaList], /, *args: Any, **kwargs: Any
+    split: SplitModel | SplitStacks, criteria: Callable[..., StoppingCriteriaList], /, *args: Any, **kwargs: Any
 ) -> StoppingCriteriaList:
     return RankZeroDecides(split, criteria(*args, **kwargs))

@@ -14,12 +14,13 @@ from .._errors import RequestError
 from .._models.telling import told
 from ._hooks import Undo, replace
 from ._split import SplitModel
+from ._stacks import SplitStacks
 
 # Targets that count for nothing.
 _IGNORED = -100
 
 
-def install(split: SplitModel, undo: Undo) -> None:
+def install(split: SplitModel | SplitStacks, undo: Undo) -> None:
     """Makes ``forward`` of a model with a head say how many rows the head needs, until the functions of ``undo`` are called."""
     if split.base is split.model:
         return
@@ -29,7 +30,7 @@ def install(split: SplitModel, undo: Undo) -> None:
     replace(split.model, "forward", forward, undo)
 
 
-def _forward(split: SplitModel, run: Callable[..., Any], names: list[str], /, *args: Any, **kwargs: Any) -> Any:
+def _forward(split: SplitModel | SplitStacks, run: Callable[..., Any], names: list[str], /, *args: Any, **kwargs: Any) -> Any:
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     keep, labels = given.get("logits_to_keep", 0), given.get("labels")
     targets = [name for name, value in given.items() if "label" in name and value is not None]
@@ -45,7 +46,7 @@ def _forward(split: SplitModel, run: Callable[..., Any], names: list[str], /, *a
         split.keep, split.labels, split.outer = 0, None, None
 
 
-def _with_own_loss(split: SplitModel, run: Callable[..., Any], given: dict[str, Any], targets: list[str]) -> Any:
+def _with_own_loss(split: SplitModel | SplitStacks, run: Callable[..., Any], given: dict[str, Any], targets: list[str]) -> Any:
     """A pass whose loss is this rank's part: the sum over its tokens, divided by the number of targets of all ranks.
 
     The target of a token is the next token, which may be on the next rank, so the targets are shifted before they are split.

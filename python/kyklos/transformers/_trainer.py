@@ -16,9 +16,10 @@ from .._rows import gather
 from ..torch import sum_gradients
 from ._hooks import Undo, replace
 from ._split import SplitModel
+from ._stacks import SplitStacks
 
 
-def prepare(split: SplitModel, trainer: Any, undo: Undo) -> None:
+def prepare(split: SplitModel | SplitStacks, trainer: Any, undo: Undo) -> None:
     """Makes a ``Trainer`` of transformers, which believes to be alone, train with the gradients and losses of all ranks, until the functions of
     ``undo`` are called. Rank 0 saves and reports."""
     group = split.group
@@ -55,7 +56,7 @@ def prepare(split: SplitModel, trainer: Any, undo: Undo) -> None:
             trainer.pop_callback(callback)
 
 
-def _train(split: SplitModel, trainer: Any, step: Callable[..., torch.Tensor], *given: Any, **options: Any) -> torch.Tensor:
+def _train(split: SplitModel | SplitStacks, trainer: Any, step: Callable[..., torch.Tensor], *given: Any, **options: Any) -> torch.Tensor:
     loss = step(*given, **options)
     of_one_rank = split.gather == "none"
     if trainer.accelerator.sync_gradients:
@@ -68,7 +69,7 @@ def _train(split: SplitModel, trainer: Any, step: Callable[..., torch.Tensor], *
     return gather(split.group, loss.float()[None, None, None], "loss").sum().to(loss) if of_one_rank else loss
 
 
-def _predict(split: SplitModel, step: Callable[..., Any], *given: Any, **options: Any) -> Any:
+def _predict(split: SplitModel | SplitStacks, step: Callable[..., Any], *given: Any, **options: Any) -> Any:
     # A metric is of all tokens.
     before, split.generating = split.generating, True
     try:
