@@ -17,7 +17,7 @@ from kyklos.transformers._split import share_out
 SMALL = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPTJ = {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}
 FALCON = {**SMALL, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-T5 = {**SMALL, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+LED = {**SMALL, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "attention_window": 4}
 MAMBA = {**SMALL, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 BLOOM = {**SMALL, "hidden_size": 32, "n_layer": 2, "n_head": 2}
 JAMBA = {
@@ -42,7 +42,7 @@ GEMMA3N = {
         *([] if GPTJ_IS_SPLIT else [("GPTJForCausalLM", "GPTJConfig", GPTJ, "does not go through AttentionInterface")]),
         ("FalconForCausalLM", "FalconConfig", FALCON, "does not go through AttentionInterface"),
         ("BloomForCausalLM", "BloomConfig", BLOOM, "does not go through AttentionInterface"),
-        ("T5ForConditionalGeneration", "T5Config", T5, "an encoder-decoder"),
+        ("LEDForConditionalGeneration", "LEDConfig", LED, "does not go through AttentionInterface"),
         ("MambaForCausalLM", "MambaConfig", MAMBA, "layers of the kinds linear_attention"),
         ("JambaForCausalLM", "JambaConfig", JAMBA, "layers of the kinds linear_attention"),
         ("Llama4ForCausalLM", "Llama4TextConfig", LLAMA4, "layers of the kinds chunked_attention"),

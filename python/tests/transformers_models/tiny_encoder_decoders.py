@@ -47,13 +47,12 @@ _WHISPER = {
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
 }
-_EXPERTS = {"num_experts": 4, "expert_capacity": 64, "encoder_sparse_step": 2, "decoder_sparse_step": 2, "router_jitter_noise": 0.0}
 
 #: Classes of models with a head, and settings.
 ENCODER_DECODERS = {
     "T5": _T5,
     "T5 gated": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    "MT5": _T5,
+    "MT5": {**_T5, "feed_forward_proj": "gated-gelu"},
     "UMT5": _T5,
     "Bart": _BART,
     "MBart": _BART,
@@ -73,7 +72,8 @@ def encoder_decoder(name, **changes):
     return _wide(build_class(_HEADS.get(kind, f"{kind}ForConditionalGeneration"), f"{kind}Config", {**ENCODER_DECODERS[name], **changes}))
 
 
-def encoder_alone(cls, config, **changes):
+def of_class(cls, config, **changes):
+    """A model of another class than those with a language head."""
     return _wide(build_class(cls, config, {**ENCODER_DECODERS[config.removesuffix("Config")], **changes}))
 
 

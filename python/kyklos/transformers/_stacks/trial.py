@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from dataclasses import dataclass
@@ -10,12 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .._errors import RequestError
-from .._group import Group
-from . import _checks as checks
-from ._attention import NAME, entered
-from ._masks import CAUSAL
-from ._stack_pass import StackPass
+from ..._errors import RequestError
+from ..._group import Group
+from .. import _checks as checks
+from .._attention import NAME, entered
+from .._masks import CAUSAL
+from .passes import StackPass
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def refuse_unsplittable(model: PreTrainedModel, stack: PreTrainedModel) -> None:
     if not isinstance(stack, PreTrainedModel):
         refuse(f"its {type(stack).__name__} is no model of its own")
     if not {"input_ids", "input_features"} & inspect.signature(stack.forward).parameters.keys():
-        refuse(f"its {type(stack).__name__} takes no text and no sound")
+        refuse(f"its {type(stack).__name__} takes neither input_ids nor input_features")
     if not stack._can_set_attn_implementation():
         refuse("its attention does not go through AttentionInterface")
     if NAME in (stack.config._attn_implementation, model.config._attn_implementation):
@@ -86,42 +87,63 @@ def visible(inputs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
     return torch.ones(output.shape[:2], dtype=torch.bool) if mask is None else mask
 
 
-def traits_of(run: Any, stack: PreTrainedModel, group: Group, names: dict[torch.nn.Module, str], of_decoder: bool) -> StackTraits:
-    """Runs a stack once on this rank, with attention that only records its calls."""
-    name = type(stack).__name__
-    alone = "run this model on one rank"
-    record = StackPass(group, names, "trial", None, 0, trial=True)
-    inputs = inputs_of(stack, 1, of_decoder)
+def run(stack: PreTrainedModel, forward: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """The states ``[batch, tokens, width]`` that a trial ends with.
+
+    :raises RequestError: whatever it ends with otherwise.
+    """
     try:
-        with entered(record), torch.no_grad():
-            output = run(**inputs, return_dict=True)
+        with torch.no_grad():
+            return forward(**inputs, return_dict=True).last_hidden_state
     except RequestError:
         raise
     except Exception as error:
         raise RequestError(
-            f"{name} cannot be split over ranks: a trial pass, whose masks are rules instead of tensors, ends with {type(error).__name__}: "
-            f"{error}; {alone}"
+            f"{type(stack).__name__} cannot be split over ranks: a trial pass ends with {type(error).__name__}: {error}; run this model on one rank"
         ) from error
-    tokens = output.last_hidden_state.shape[1]
-    lists = {names[child]: child for child in stack.children() if isinstance(child, torch.nn.ModuleList)}
+
+
+def traits_of(forward: Any, stack: PreTrainedModel, group: Group, names: dict[torch.nn.Module, str], of_decoder: bool) -> StackTraits:
+    """Runs a stack once on this rank, with attention that only records its calls."""
+
+    def refuse(why: str) -> None:
+        raise RequestError(f"{type(stack).__name__} cannot be split over ranks: {why}; run this model on one rank")
+
+    record = StackPass(group, names, "trial", None, 0, trial=True)
+    lists = {names[child]: child for child in stack.children() if isinstance(child, torch.nn.ModuleList) and len(child)}
+    given: dict[str, list[Any]] = {}
+    hooks = [
+        layers[0].register_forward_pre_hook(functools.partial(_record, given.setdefault(path, [])), with_kwargs=True)
+        for path, layers in lists.items()
+    ]
+    try:
+        with entered(record):
+            tokens = run(stack, forward, inputs_of(stack, 1, of_decoder)).shape[1]
+    finally:
+        for hook in hooks:
+            hook.remove()
     inside = [path for path in lists if all(call.startswith(f"{path}.") for call in record.attended)]
     if len(inside) != 1 or not record.attended:
-        raise RequestError(f"the attention of {name} is not in one list of layers ({', '.join(record.attended) or 'no calls'}); {alone}")
+        refuse(f"its attention is not in one list of layers ({', '.join(record.attended) or 'no calls of AttentionInterface'})")
+    if any(isinstance(one, torch.Tensor) and one.dim() > 1 and one.shape[1] == tokens for one in given[inside[0]]):
+        refuse("its layers get more of each token than its states, such as rotary positions")
     layers = lists[inside[0]]
-    own = [call for call, keys in zip(record.attended, record.keys, strict=True) if keys == tokens]
-    cross = [call for call in record.attended if call not in own]
-    for kind, calls in (("its own tokens", own), *([("the states of the encoder", cross)] if of_decoder or cross else [])):
-        each = Counter(int(call.removeprefix(f"{inside[0]}.").split(".")[0]) for call in calls)
-        if each != Counter(range(len(layers))) or (cross and not of_decoder):
-            raise RequestError(
-                f"{name} has {len(layers)} layers, and {len(calls)} calls of AttentionInterface attend to {kind}: the others would attend to the "
-                f"tokens of one rank only; {alone}"
-            )
-    rules = [rule for rule, call in zip(record.rules, record.attended, strict=True) if call in own]
-    if not of_decoder and CAUSAL in rules:
-        raise RequestError(f"{name} is a decoder that takes no position_ids, so a rank cannot say which tokens it has; {alone}")
-    masked = [given for given, call in zip(record.masked, record.attended, strict=True) if call in own]
-    return StackTraits(record.attended, frozenset(cross), layers[0], all(masked))
+    calls = list(zip(record.attended, record.keys, record.rules, record.masked, strict=True))
+    own = [call for call in calls if call[1] == tokens]
+    cross = [call for call in calls if call[1] != tokens]
+    for kind, some in (("its own tokens", own), *([("the states of the encoder", cross)] if of_decoder else [])):
+        each = Counter(int(call[0].removeprefix(f"{inside[0]}.").split(".")[0]) for call in some)
+        if each != Counter(range(len(layers))):
+            refuse(f"it has {len(layers)} layers, and {len(some)} calls of AttentionInterface attend to {kind}")
+    if not of_decoder and (cross or any(rule == CAUSAL for _, _, rule, _ in own)):
+        refuse("it is a decoder that takes no position_ids, so a rank cannot say which tokens it has")
+    return StackTraits(record.attended, frozenset(call[0] for call in cross), layers[0], all(masked for *_, masked in own))
+
+
+def _record(given: list[Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What a layer gets beside its states."""
+    for value in (*args[1:], *(value for name, value in kwargs.items() if name != "hidden_states")):
+        given.extend(value if isinstance(value, (tuple, list)) else [value])
 
 
 def drops(stack: torch.nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Encoders and decoders that take no ``position_ids``: their tokens are cut before the first layer.
+"""A model whose encoder and decoder are split.
 
 An encoder gives every rank the states of all tokens, so that cross-attention needs no other rank. A decoder is split where it makes no cache.
 With a cache, as in the steps of ``generate()``, each rank computes all of its tokens, with the caches of transformers.
@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from .._errors import DeviceError, GroupError, RequestError
-from .._group import Group
-from .._models.agreement import Passes
-from .._models.execution import checked_shares
-from .._models.projections import compare_rows
-from .._models.telling import told
-from .._rows import gather
-from . import _checks as checks
-from . import _hooks as hooks
-from . import _inputs as given_inputs
-from . import _stack_trial as trial
-from ._attention import NAME, current, entered
-from ._cache import CACHE, CACHE_NAMES, given_cache
-from ._split import share_out
-from ._stack_pass import StackPass, bias_of_own_rows, own_states
+from ..._errors import DeviceError, GroupError, RequestError
+from ..._group import Group
+from ..._models.agreement import Passes
+from ..._models.execution import checked_shares
+from ..._models.projections import compare_rows
+from ..._models.telling import told
+from ..._rows import gather
+from .. import _checks as checks
+from .. import _hooks as hooks
+from .. import _inputs as given_inputs
+from .._attention import NAME, current, entered
+from .._cache import CACHE, CACHE_NAMES, given_cache
+from .._split import share_out
+from . import trial
+from .passes import StackPass, bias_of_own_rows, own_states
 
 _KNOWN = {
     *given_inputs.KNOWN - {"position_ids", "token_type_ids"},
@@ -41,13 +41,14 @@ def stacks_of(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The encoder of a model and, if it has one, the decoder, where they are such stacks; otherwise none."""
     if not isinstance(model, PreTrainedModel):
         return []
-    encoder, decoder = model.get_encoder(), model.get_decoder()
-    both = model.config.is_encoder_decoder
-    if both and encoder is not decoder and model not in (encoder, decoder):
-        return [encoder, decoder]
+    if model.config.is_encoder_decoder:
+        encoder, decoder = model.get_encoder(), model.get_decoder()
+        if encoder is not decoder and encoder is not model and decoder is not model:
+            return [encoder, decoder]
     alone = checks.body_of(model)
-    takes = inspect.signature(alone.forward).parameters
-    return [alone] if encoder is alone and (both or alone is not model) and "position_ids" not in takes else []
+    if "position_ids" in inspect.signature(alone.forward).parameters or alone is not model.get_encoder():
+        return []
+    return [alone] if model.config.is_encoder_decoder or alone is not model else []
 
 
 class SplitStacks:
@@ -147,8 +148,7 @@ class Stack:
     def expected(self) -> tuple[dict[str, Any], torch.Tensor]:
         """A trial's inputs, and what the stack as it is makes of them."""
         inputs = trial.inputs_of(self.stack, self.split.group.size, self.of_decoder)
-        with torch.no_grad():
-            return inputs, self._run(**inputs, return_dict=True).last_hidden_state
+        return inputs, trial.run(self.stack, self._run, inputs)
 
     def install(self) -> None:
         stack = self.stack

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .._errors import RequestError
-from .._rows import gather
-from . import _masks as masks
-from ._attention import Forward, checked, current
-from ._masks import FULL, MaskRule
+from ..._errors import RequestError
+from ..._rows import gather
+from .. import _masks as masks
+from .._attention import Forward, checked, current
+from .._masks import FULL, MaskRule
 
 
 @dataclass
