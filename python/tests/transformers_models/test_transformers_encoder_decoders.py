@@ -93,6 +93,30 @@ def test_samples_are_those_of_rank_0():
     assert texts[0].shape == (4, 21) and all(torch.equal(text, texts[0]) for text in texts)
 
 
+def test_speech_in_languages_with_times_and_of_any_length():
+    """Whisper has a ``generate()`` of its own, which calls the model also for the language, and once for each part of a long sound."""
+    model, inputs = encoder_decoder("Whisper"), source("Whisper")
+    settings = model.generation_config
+    settings.is_multilingual, settings.lang_to_id, settings.task_to_id = True, {"<|en|>": 50, "<|de|>": 51}, {"transcribe": 52}
+    settings.no_timestamps_token_id, settings.prev_sot_token_id, settings.eos_token_id, settings.pad_token_id = 60, 54, 96, 96
+    settings.max_initial_timestamp_index, settings.return_timestamps = 3, False
+    mask = torch.ones(2, 130, dtype=torch.long)
+    mask[1, 100:] = 0
+    sounds = torch.randn(2, 8, 130, generator=torch.Generator().manual_seed(2))
+
+    def texts(model):
+        return [
+            model.generate(**inputs, max_new_tokens=12, language="en", task="transcribe"),
+            model.generate(**inputs, max_new_tokens=12),
+            model.generate(**inputs, max_new_tokens=12, language="en", return_timestamps=True),
+            model.generate(sounds, attention_mask=mask, max_new_tokens=20, language="en", return_timestamps=True),
+        ]
+
+    want = texts(model)
+    for got in on_ranks(model, 2, lambda model, *_: texts(model), shares=[3, 7]):
+        assert all(torch.equal(text, right) for text, right in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("shares", SHARES, ids=str)
 @pytest.mark.parametrize("name", ["T5EncoderModel", "UMT5EncoderModel", "Whisper", "Bart"])
 def test_encoders_alone(name, shares):
@@ -209,6 +233,18 @@ def test_types_of_16_bits():
         assert close(logits, exact[1], plain[1], 1e-2) and close(loss, exact[0], plain[0], 1e-2)
 
 
+def test_a_step_without_summed_gradients_is_found():
+    model, inputs = encoder_decoder("Bart"), {**source("Bart"), "labels": targets()}
+
+    def work(model, handle, group):
+        model(**inputs).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        with pytest.raises(kyklos.RequestError, match="rank 1 has other weights of Bart.*call kyklos.torch.sum_gradients"):
+            model(**inputs)
+
+    on_ranks(model, 2, work, shares=[3, 7])
+
+
 def test_copies_and_restored_models():
     model, inputs = encoder_decoder("T5"), source("T5")
     with torch.no_grad():
@@ -285,7 +321,7 @@ def test_options_that_do_not_fit(options, says):
         ({"num_beams": 2}, "beam_search on a split model: use greedy search or sampling"),
         ({"cache_implementation": "static"}, "cache_implementation 'static' on a split model"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions of a split model"),
-        ({"past_key_values": transformers.DynamicCache}, "DynamicLayer|DynamicCache|a cache of"),
+        ({"past_key_values": "static"}, "a cache of DynamicCache, StaticCache for T5ForConditionalGeneration, which is split"),
     ],
     ids=str,
 )
@@ -294,9 +330,9 @@ def test_generation_of_other_kinds_is_refused(options, says):
     want = greedy(model, **inputs)
 
     def work(model, handle, group):
-        given = {name: value() if isinstance(value, type) else value for name, value in options.items()}
-        if "past_key_values" in given:
-            given["past_key_values"] = transformers.EncoderDecoderCache(transformers.DynamicCache(), static_cache(model))
+        static = transformers.StaticCache(config=model.config, max_cache_len=32)
+        pair = transformers.EncoderDecoderCache(transformers.DynamicCache(), static)
+        given = {name: pair if value == "static" and name == "past_key_values" else value for name, value in options.items()}
         with pytest.raises(kyklos.RequestError, match=says):
             model.generate(**inputs, max_new_tokens=4, do_sample=False, **given)
         with pytest.raises(kyklos.RequestError, match="its decoder takes the EncoderDecoderCache of transformers"):
@@ -305,10 +341,6 @@ def test_generation_of_other_kinds_is_refused(options, says):
 
     for got in on_ranks(model, 2, work):
         assert torch.equal(got, want)
-
-
-def static_cache(model):
-    return transformers.StaticCache(config=model.config, max_cache_len=32)
 
 
 def test_dropout_is_refused():

@@ -81,9 +81,7 @@ class StackPass(Forward):
             raise RequestError(f"attention at {name} gets no mask, and the batch has padding: pass texts of one length")
         seen = dense(rule, query.shape[2], key.shape[2], padding, query.device)
         bias = options.get("position_bias")
-        o, _ = sdpa_attention_forward(
-            module, query, key, value, seen, scaling=options.get("scaling"), is_causal=False, position_bias=bias
-        )
+        o, _ = sdpa_attention_forward(module, query, key, value, seen, scaling=options.get("scaling"), is_causal=False, position_bias=bias)
         return o
 
 
