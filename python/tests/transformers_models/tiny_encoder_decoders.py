@@ -93,13 +93,14 @@ def _wide(model):
 
 
 def source(name, tokens=23):
-    """What the encoder gets: two texts of which one is padded on the left and the other on the right, or two sounds."""
+    """What the encoder gets: two texts of which one is padded on the left and the other on the right, or two sounds. For an encoder alone the
+    padding is on the right, as in pipelines of diffusers."""
     make = torch.Generator().manual_seed(1)
     if name.startswith("Whisper"):
         return {"input_features": torch.randn(2, 8, 52, generator=make)}
     ids = torch.randint(3, VOCABULARY, (2, tokens), generator=make)
     mask = torch.ones_like(ids)
-    mask[0, :3] = 0
+    mask[0, slice(-7, None) if name.endswith("EncoderModel") else slice(3)] = 0
     mask[1, -4:] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}
 
