@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from ._group import Group
@@ -39,3 +41,8 @@ def _in_place(tensor: torch.Tensor) -> bool:
     rows = strides[:-1] if tensor.shape[-1:].numel() > 1 else strides
     aligned = int(tensor.storage_offset()) * size % 16 == 0 and all(stride * size % 4 == 0 for stride in rows)
     return aligned and 0 not in strides
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is spread over processes, as weights of ``fully_shard`` are."""
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))

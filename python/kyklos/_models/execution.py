@@ -11,6 +11,7 @@ import torch
 
 from .._errors import RequestError
 from .._group import Group
+from .._torch_tensors import is_sharded
 
 
 def execution(group: Group, mesh: str | None, strategy: str | None, wire: str | None, shares: object) -> dict[str, Any]:
@@ -52,6 +53,15 @@ def checked_shares(shares: str | Sequence[float] | None, size: int) -> list[floa
     if not all(math.isfinite(share) and share > 0 for share in given):
         raise RequestError(f"shares {given}: each rank needs a positive one; form a group without ranks that shall compute nothing")
     return given
+
+
+def refuse_sharded(module: torch.nn.Module) -> None:
+    """Refuses weights that ``fully_shard`` has spread over processes: the model runs and is compared here without the hooks that gather them.
+
+    :raises RequestError: on this rank.
+    """
+    if any(map(is_sharded, module.parameters())):
+        raise RequestError(f"the weights of {type(module).__name__} are sharded (DTensor): call parallelize() first, then fully_shard()")
 
 
 def warn_of_copies(group: Group, module: torch.nn.Module) -> None:

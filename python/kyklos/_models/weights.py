@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 
 import torch
@@ -39,9 +40,12 @@ class Weights:
     def compare(self, group: Group, module: torch.nn.Module, label: str) -> None:
         """Refuses trainable parameters that some rank has changed in another way since the last call. All ranks call it.
 
+        Those of ``fully_shard`` are left out: each element has one owner, from which all ranks get it.
+
         :raises RequestError: on all ranks.
         """
-        parameters = {name: one for name, one in module.named_parameters() if _compared(one)}
+        sharded = _sharded(module)
+        parameters = {name: one for name, one in module.named_parameters() if _compared(one) and not name.startswith(sharded)}
         if not parameters or group.size == 1:
             return
         now = torch.stack([self._projected(name, one) for name, one in parameters.items()])
@@ -85,6 +89,13 @@ def _compared(parameter: torch.nn.Parameter) -> bool:
         and parameter.device.type != "meta"
         and not parameter.is_inference()
     )
+
+
+def _sharded(module: torch.nn.Module) -> tuple[str, ...]:
+    """Beginnings of the names of parameters that ``fully_shard`` has sharded. While a module computes, its parameters are usual ones in buffers
+    that are filled again and again."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return tuple(f"{name}." if name else "" for name, part in module.named_modules() if isinstance(part, kind))
 
 
 def _project(x: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ import torch
 
 from .._errors import RequestError
 from .._group import Group
-from .._models.execution import execution, warn_of_copies
+from .._models.execution import execution, refuse_sharded, warn_of_copies
 from .._models.telling import tell, told
 from . import _attention, _hooks
 from ._caught import catch
@@ -155,6 +155,7 @@ def parallelize(
         calls that are missing or too many.
     """
     with told(group):
+        refuse_sharded(transformer)
         warn_of_copies(group, transformer)
         how = execution(group, mesh, strategy, wire, shares)
         chooses = mesh is None and strategy is None and shares is None

@@ -9,7 +9,7 @@ import torch
 
 from .._group import Group
 from .._rows import gather, sum_rows
-from .._torch_tensors import readable
+from .._torch_tensors import is_sharded, readable
 
 # Elements of a row, and rows that are exchanged at once: 16 MiB of float32.
 _WIDTH, _ROWS = 1024, 4096
@@ -26,9 +26,13 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> Non
     :param parameters: such as ``model.parameters()``, in the same order on all ranks; those with ``requires_grad=False`` are
         left out.
     :raises RequestError: parameters of other shapes or types than on another rank, on all ranks; gradients that are sparse or
-        of other types than float32, float16 and bfloat16.
+        of other types than float32, float16 and bfloat16; parameters that ``fully_shard`` has sharded, whose gradients are sums already.
     """
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
+    if any(map(is_sharded, wanted)):
+        raise group.refuse(
+            "sum_gradients over parameters that are sharded (DTensor)", "leave them out: fully_shard sums their gradients in backward()"
+        )
     refused = next((reason for reason in map(_refused, wanted) if reason), None)
     if refused is not None:
         raise group.refuse(f"sum_gradients over {refused}", "use float32, float16 or bfloat16, and dense gradients")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._group import Group
-from .._models.execution import execution, warn_of_copies
+from .._models.execution import execution, refuse_sharded, warn_of_copies
 from .._models.telling import told
 from . import _generate as generation
 from . import _loss as loss
@@ -78,6 +78,7 @@ def parallelize(
     :raises GroupError: the group has ended.
     """
     with told(group):
+        refuse_sharded(model)
         warn_of_copies(group, model)
         how = execution(group, mesh, strategy, wire, shares)
         stacks = stacks_of(model)
