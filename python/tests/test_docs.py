@@ -50,6 +50,6 @@ def test_the_pictures_of_all_strategies(tmp_path):
     assert [len(found) for found in largest.values()] == [13, 9, 9, 2]
     # Rounding of float32, of f16 and of int8; and ranks that do not see each other.
     assert max(largest["same"]) < 0.01
-    assert 3 * max(largest["same"]) < min(largest["f16"]) and max(largest["f16"]) < min(largest["int8"])
+    assert max(largest["f16"]) < min(largest["int8"]) and 10 * max(largest["same"]) < min(largest["int8"])
     assert max(largest["int8"]) < min(largest["a fault"])
     assert all(row["sent_kib"] > 0 and row["attention_kib"] > 0 and row["step_ms"] > 0 for row in rows if "mesh" in row)
