@@ -248,18 +248,19 @@ def compare(folder, sizes, transformer, steps):
         for *_, pictures, figures in rows:
             difference = (pictures - alone).abs()
             figures["largest"] = difference.max().item()
+            figures["of_most_pixels"] = difference.amax(-1).flatten().quantile(0.99).item()
             figures["bytes_changed"] = int((pictures.round() != alone.round()).sum())
     return alone, found
 
 
 def factors(found):
-    """For each wire the power of ten by which its differences are multiplied, so that the largest is white or nearly so."""
-    largest = {}
+    """For each wire the power of ten by which its differences are multiplied, so that all but a few are in the range of a screen."""
+    most = {}
     for rows in found.values():
         for _, wire, _, figures in rows:
-            largest[wire] = max(largest.get(wire, 0.0), figures["largest"])
-    largest["same"] = largest[""] = max(largest.get("same", 0.0), largest[""])
-    return {wire: 10 ** max(0, round(math.log10(255 / most))) if most else 1 for wire, most in largest.items()}
+            most[wire] = max(most.get(wire, 0.0), figures["of_most_pixels"])
+    most["same"] = most[""] = max(most.get("same", 0.0), most[""])
+    return {wire: 10 ** max(0, round(math.log10(255 / one))) if one else 1 for wire, one in most.items()}
 
 
 def sheet(alone, found, shown=3, zoom=2, space=4, left=150, top=24):
@@ -292,9 +293,10 @@ def sheet(alone, found, shown=3, zoom=2, space=4, left=150, top=24):
                     x = begin + left + index * (tile + space)
                     put(pictures[index], x, at)
                     difference = (pictures[index] - alone[index]).abs().amax(-1, keepdim=True).expand(-1, -1, 3)
-                    put(difference * times[wire], x + block // 2, at)
+                    # In 16 steps of grey, which leaves the file small.
+                    put((difference * times[wire] / 17).round() * 17, x + block // 2, at)
         y += top + max(len(found[title]) for title in line) * (tile + space)
-    return picture.quantize(128, dither=Image.Dither.NONE)
+    return picture.quantize(96, dither=Image.Dither.NONE)
 
 
 def table(found):
