@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +39,7 @@ _FEW_TOKENS = (
     "a pass of a split model over one token, or over fewer tokens than ranks, has no gradients: pass longer texts, or run it "
     "under torch.no_grad()"
 )
-_KNOWN = _WITHOUT_EFFECT | {"is_causal", "sliding_window", "softcap", "s_aux", "output_attentions", "position_bias"}
+_KNOWN = _WITHOUT_EFFECT | {"is_causal", "sliding_window", "softcap", "s_aux", "output_attentions", "position_bias", "alibi"}
 
 
 @dataclass
@@ -58,6 +59,10 @@ class Forward:
     cache: SplitCache | None = None
     padding: str | torch.Tensor | None = None
     documents: list[list[int]] | None = None
+    #: The mask of all layers, if a model around this one has made one.
+    rule: MaskRule | None = None
+    #: The numbers ``[batch, keys]`` by which layers with chunks count tokens.
+    places: torch.Tensor | None = None
     #: The largest of ``position_ids``, over all ranks.
     longest: int = 0
     #: Names of the modules that have attended.
@@ -72,11 +77,20 @@ class Forward:
     pooled: tuple[torch.Tensor, torch.Tensor] | None = None
     #: The calls of a pass with a cache that all ranks compute.
     step: Step | None = None
+    #: Masks with a row for each query, and numbers that are added for each key, which layers share.
+    biases: dict[Any, torch.Tensor] = field(default_factory=dict)
+    #: Boundaries of chunks, by their size.
+    chunks: dict[int, list[list[int]]] = field(default_factory=dict)
 
     @property
     def own(self) -> int:
         """Tokens that this rank computes."""
         return self.tokens if self.counts is None else self.counts[self.group.rank]
+
+    @property
+    def first(self) -> int:
+        """The first token that this rank computes, those of the cache not counted."""
+        return 0 if self.counts is None else sum(self.counts[: self.group.rank])
 
     def attend(
         self, module: torch.nn.Module, states: list[torch.Tensor], mask: Any, options: dict[str, Any]
@@ -103,8 +117,9 @@ class Forward:
             raise RequestError(f"attention at {name} has a bias of positions, in a pass that all ranks compute: run this model on one rank")
         layer = None if self.cache is None else self.cache.take(name, key.shape[2])
         width = value.shape[3]
-        query, key, value = _prepared(query, key, value)
-        call = self._options(name, rule, options, states[0].shape[3])
+        alibi = self._alibi(options["alibi"], query) if options.get("alibi") else None
+        query, key, value = _prepared(query, key, value, bias=alibi)
+        call = {**self._options(name, rule, options, states[0].shape[3]), **self._biases(rule, alibi, query)}
         sinks = options.get("s_aux")
         if layer is None and self.counts is not None:
             states = readable(self.group, *(state.transpose(1, 2) for state in (query, key, value)))
@@ -149,8 +164,7 @@ class Forward:
         right = self.padding if isinstance(self.padding, str) else None
         scale = options.get("scaling")
         return {
-            "mask": masks.mask_text(rule, self.documents, right),
-            "key_bias": self.padding if isinstance(self.padding, torch.Tensor) else None,
+            "mask": masks.mask_text(rule, self._boundaries(rule), right),
             "scale": dim**-0.5 if scale is None else float(scale),
             "softcap": options.get("softcap"),
             "layout": "bshd",
@@ -158,6 +172,37 @@ class Forward:
             "label": label(self.label, name),
             **({} if self.counts is None else self.execution),
         }
+
+    def _boundaries(self, rule: MaskRule) -> list[list[int]] | None:
+        """Of documents and chunks, where the mask has no rows, which know them."""
+        if rule.rows is not None:
+            return None
+        if rule.chunk is not None and self.places is not None:
+            if rule.chunk not in self.chunks:
+                self.chunks[rule.chunk] = masks.chunks(rule.chunk, self.places, self.documents)
+            return self.chunks[rule.chunk]
+        return self.documents
+
+    def _biases(self, rule: MaskRule, alibi: torch.Tensor | None, query: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The options of a call that are arrays: what hides keys beside the text of the mask, and what is added to logits."""
+        holes = self.padding if isinstance(self.padding, torch.Tensor) else None
+        if alibi is not None:
+            alibi = alibi.to("cpu", query.dtype)
+            return {"key_bias": alibi if holes is None else alibi.masked_fill(~holes[:, None], -torch.inf)}
+        if rule.rows is None:
+            return {} if holes is None else {"key_bias": holes}
+        if rule not in self.biases:
+            rows = rule.rows(self.first, self.first + self.own).to("cpu")
+            self.biases[rule] = (rows if holes is None else rows & holes[:, None, None]).transpose(1, 2).contiguous()
+        return {"bias": self.biases[rule]}
+
+    def _alibi(self, alibi: Callable[[torch.Tensor], torch.Tensor], query: torch.Tensor) -> torch.Tensor:
+        """What is added to the logits of each key, ``[batch, heads, keys]``."""
+        if "alibi" not in self.biases:
+            shape = (query.shape[0], self.tokens + (0 if self.cache is None else self.cache.length))
+            visible = self.padding if isinstance(self.padding, torch.Tensor) else torch.ones(shape)
+            self.biases["alibi"] = alibi(visible.to(query.device, torch.long))
+        return self.biases["alibi"]
 
 
 def _kind(rule: MaskRule, call: dict[str, Any], states: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -189,6 +234,14 @@ class entered:
         _current.reset(self._token)
 
 
+def mask(**given: Any) -> MaskRule:
+    """The mask function of ``attn_implementation="kyklos"``."""
+    forward = current()
+    if forward is not None and forward.rule is not None:
+        return forward.rule
+    return masks.rule_of(whole=forward is None, **given)
+
+
 @torch.compiler.disable
 def attention(
     module: torch.nn.Module,
@@ -205,6 +258,8 @@ def attention(
     :param query: ``[batch, heads, tokens, dim]`` of this rank's tokens, after rotary positions; ``key`` and ``value`` with their
         own number of heads.
     :param attention_mask: a :class:`MaskRule`, or ``None``: then ``is_causal`` decides.
+    :param options: ``alibi`` is called with 1 for each visible token and 0 for others, ``[batch, keys]``, and returns what is added to the
+        logits of each key, ``[batch, heads, keys]``.
     :returns: ``[batch, tokens, heads, dim]``, and no weights.
     """
     forward = current()
@@ -242,18 +297,21 @@ def checked(name: str, module: torch.nn.Module, mask: Any, options: dict[str, An
         )
     window = options.get("sliding_window")
     # Some models count the query's own key, some do not.
-    if window is not None and (rule.left is None or window - rule.left not in (0, 1)):
+    if window is not None and rule.rows is None and (rule.left is None or window - rule.left not in (0, 1)):
         raise RequestError(
             f"attention at {name} says sliding_window {window}, and its mask is {rule}: run this model on one rank"
         )
     return rule
 
 
-def _prepared(*states: torch.Tensor) -> list[torch.Tensor]:
-    """Query, key and value in one type, with heads of one size that kernels take: zeros in the end of a head change no product."""
+def _prepared(*states: torch.Tensor, bias: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Query, key and value in one type, with heads of one size that kernels take: zeros in the end of a head change no product. Numbers that
+    are added to logits are not rounded: they are large."""
     query = states[0]
     dtype = query.dtype
-    if torch.is_autocast_enabled(query.device.type):
+    if bias is not None:
+        dtype = torch.promote_types(dtype, bias.dtype)
+    elif torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
     dim = max(state.shape[3] for state in states)
     dim += -dim % 8
@@ -264,4 +322,4 @@ def _prepared(*states: torch.Tensor) -> list[torch.Tensor]:
 
 
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, masks.rule_of)
+AttentionMaskInterface.register(NAME, mask)

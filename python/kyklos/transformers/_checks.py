@@ -16,6 +16,7 @@ from .._errors import RequestError
 from .._group import Group
 from .._models import pace
 from .._models.pace import Reach, wait_for
+from . import _eager as eager
 from ._attention import NAME, Forward, entered
 from ._cache import CACHE
 
@@ -66,14 +67,14 @@ def refuse_unsplittable(model: PreTrainedModel, base: PreTrainedModel) -> None:
         refuse(
             "it is made of several models or takes no input_ids", "split its language model, as in model.language_model"
         )
-    kinds = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"})
+    kinds = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention", "chunked_attention"})
     if kinds:
         refuse(f"it has layers of the kinds {', '.join(kinds)}", alone)
     if getattr(config, "num_kv_shared_layers", 0):
         refuse("layers share the keys of other layers", alone)
-    if not base._can_set_attn_implementation():
+    if not (base._can_set_attn_implementation() or eager.is_known(base)):
         refuse("its attention does not go through AttentionInterface", alone)
-    if "position_ids" not in parameters:
+    if not ("position_ids" in parameters or eager.needs_no_positions(base)):
         refuse("it takes no position_ids, so a rank cannot say which tokens it has", alone)
     if NAME in (config._attn_implementation, model.config._attn_implementation):
         refuse("it is split already", "call remove() of its handle first")

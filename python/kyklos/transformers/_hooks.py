@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .._rows import gather
+from ._cache import CACHE
 from ._attention import Forward, current, entered
 
 #: Functions that restore a model, the last one first.
@@ -67,6 +68,34 @@ def _shorter(_: Any, args: Any, kwargs: Any, output: Any) -> Any:
     if forward is None or forward.trial:
         return None
     return tuple(part[:, :-1] for part in output)
+
+
+def first_token(base: torch.nn.Module, undo: Undo) -> None:
+    """Tells layers that scale their queries by the number of the token, as those of Llama 4 without RoPE, where this rank's tokens begin."""
+    for module in base.modules():
+        if getattr(module, "attn_temperature_tuning", None) and not getattr(module, "use_rope", True):
+            undo.append(module.register_forward_pre_hook(_later, with_kwargs=True).remove)
+
+
+class _Later:
+    """A cache, or none, whose length is the number of this rank's first token."""
+
+    def __init__(self, cache: Any, first: int) -> None:
+        self._cache, self._first = cache, first
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self._first
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return (key, value) if self._cache is None else self._cache.update(key, value, *args, **kwargs)
+
+
+def _later(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    forward, cache = current(), kwargs.get(CACHE)
+    if forward is None or forward.trial:
+        return None
+    past = 0 if forward.cache is None else forward.cache.length
+    return args, {**kwargs, CACHE: _Later(cache, past + forward.first)}
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from .._models.projections import compare_rows
 from .._models.telling import told
 from .._rows import gather
 from . import _checks as checks
+from . import _eager as eager
 from . import _hooks as hooks
 from . import _inputs as given_inputs
 from . import _masks as masks
@@ -28,6 +29,8 @@ from ._attention import NAME, Forward, current, entered
 from ._cache import CACHE, SplitCache, given_cache
 from ._steps import Step
 
+# The kind of layer of a mask that is of all layers.
+ONE = ""
 # Tokens of a text for which the shares of a cache are by pace.
 _USUAL_TOKENS = 4096
 
@@ -93,7 +96,8 @@ class SplitModel:
     def _install(self, check: bool) -> None:
         self._passes.check_weights(self.model)
         expected = self._expected() if check else None
-        self.base.set_attn_implementation(NAME)
+        eager.choose(self.base, NAME)
+        eager.install(self.base, self._undo)
         if self.base.config._attn_implementation != NAME:
             raise RequestError(
                 f"{type(self.model).__name__} does not take another attention function: run it on one rank"
@@ -101,6 +105,7 @@ class SplitModel:
         with checks.rotary_state_kept(self.base):
             self.traits = checks.traits_of(self.base, self._run, self.group, self.names)
         hooks.longest_position(self.base, self._undo)
+        hooks.first_token(self.base, self._undo)
         hooks.whole_pooler_input(self.base, self._undo)
         names = list(inspect.signature(self._run).parameters)
         forward = functools.partial(SplitModel._forward, self, names)
@@ -122,7 +127,7 @@ class SplitModel:
         while self._undo:
             self._undo.pop()()
         if self.base.config._attn_implementation != self._implementation:
-            self.base.set_attn_implementation(self._implementation)
+            eager.choose(self.base, self._implementation)
 
     def rows(self, tokens: int) -> tuple[int, int]:
         """The rows of this rank, as a half-open range, of a pass over ``tokens`` tokens."""
@@ -212,6 +217,7 @@ class SplitModel:
         past = 0 if cache is None else cache.length
         positions = given_inputs.positions(self.base, inputs, past, (batch, tokens))
         mask, rules = self._mask_of(inputs)
+        blocks = [block for kind in sorted(rules) for block in rules[kind].blocks]
         padding = masks.padding(mask, past + tokens)
         if "position_ids" not in inputs and self.own_positions[padding is not None]:
             raise RequestError(
@@ -221,8 +227,8 @@ class SplitModel:
         if cache is not None:
             cache.check()
             if past == 0:
-                cache.keeps_all = padding is not None
-            elif padding is not None and not cache.keeps_all:
+                cache.keeps_all = padding is not None or bool(blocks)
+            elif (padding is not None or blocks) and not cache.keeps_all:
                 self._refuse_late_padding(cache)
         packed = self.traits.packs and mask is None and cache is None
         counts = self.counts(tokens)
@@ -230,9 +236,10 @@ class SplitModel:
         number = self._passes.next(self.model, torch.is_grad_enabled() and cache is None)
         visible = mask.to(torch.bool) if mask is not None and mask.is_floating_point() else mask
         whose = zlib.crc32(f"{self.counts(tokens)} {self.gather}".encode())
-        label = f"{self._passes.model}, pass {number}, shares {whose:08x}, inputs {given_inputs.digest(tokens_of, positions, visible, self.labels)},"
+        label = f"{self._passes.model}, pass {number}, shares {whose:08x}, inputs {given_inputs.digest(tokens_of, positions, visible, self.labels, *blocks)},"
         compare_rows(self.group, {**given_inputs.embeddings(inputs), "labels": self.labels}, label)
         began = time.perf_counter()
+        documents = masks.documents(given_inputs.places(positions).expand(batch, -1)) if packed else None
         forward = Forward(
             self.group,
             self.names,
@@ -242,7 +249,9 @@ class SplitModel:
             self.execution,
             cache,
             padding,
-            masks.documents(given_inputs.places(positions).expand(batch, -1)) if packed else None,
+            documents,
+            rules.get(ONE),
+            masks.places(mask, batch, past + tokens) if documents is None else given_inputs.places(positions).expand(batch, -1),
             int(positions.max()),
         )
         if cache is not None and counts is None:
@@ -255,7 +264,7 @@ class SplitModel:
             if mask is None
             else mask[:, past + first : past + end]
         )
-        if rules is not None:
+        if rules.keys() - {ONE}:
             own["attention_mask"] = rules
         if cache is not None:
             own |= {CACHE: cache, "use_cache": True}
@@ -317,23 +326,24 @@ class SplitModel:
             return self.cache() if self.traits.caches_by_default and not trains else None
         return self.cache() if use and self.traits.caches else None
 
-    def _mask_of(self, inputs: dict[str, Any]) -> tuple[torch.Tensor | None, Any]:
-        """The ``attention_mask`` of the caller, and the rules that a model around this one has made of it, if it has."""
+    def _mask_of(self, inputs: dict[str, Any]) -> tuple[torch.Tensor | None, dict[str, masks.MaskRule]]:
+        """The ``attention_mask`` of the caller, and the rules that a model around this one has made of it, if it has: by kinds of layers, or
+        one for all."""
         given = inputs.get("attention_mask")
         if given is None or isinstance(given, torch.Tensor):
-            return given, None
-        if self.outer is None or not isinstance(given, dict):
+            return given, {}
+        rules = given if isinstance(given, dict) else {ONE: given}
+        if self.outer is None or not all(isinstance(rule, masks.MaskRule) for rule in rules.values()):
             raise RequestError(
-                f"an attention_mask that is a {type(given).__name__}: call the model that was split, not one of its parts; a model that makes one "
-                "mask for all layers of its language model, as PaliGemma, runs on one rank"
+                f"an attention_mask that is a {type(given).__name__}: call the model that was split, not one of its parts"
             )
-        return self.outer.get("attention_mask"), given
+        return self.outer.get("attention_mask"), rules
 
     def _refuse_late_padding(self, cache: SplitCache) -> None:
         if any(layer.store is not None and layer.window is not None for layer in cache.parts):
             raise RequestError(
-                "padding in a later call, for a cache that has dropped the keys behind its windows: pass the "
-                "attention_mask with the padding from the first call on, or use_cache=False"
+                "padding in a later call, or tokens that see each other, for a cache that has dropped the keys behind its windows: pass the "
+                "attention_mask with the padding, or the images, from the first call on, or use_cache=False"
             )
 
     def counts(self, tokens: int) -> list[int] | None:

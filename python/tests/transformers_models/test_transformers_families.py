@@ -94,6 +94,16 @@ def test_encoders_give_the_states_of_one_process(name):
         assert error(got, exact, seen) <= bound
 
 
+def test_an_encoder_that_lets_all_tokens_of_a_decoder_see_each_other():
+    """EmbeddingGemma."""
+    settings = {**COMMON, **WINDOW, "query_pre_attn_scalar": 16, "use_bidirectional_attention": True}
+    model = build_class("Gemma3TextModel", "Gemma3TextConfig", settings)
+    inputs = {"input_ids": texts(2, 31), "use_cache": False}
+    exact, bound, seen = reference(model, **inputs)
+    for got in on_ranks(model, 3, lambda model, *_: output(model, **inputs), shares=[2, 1, 5]):
+        assert error(got, exact, seen) <= bound
+
+
 def test_doge_is_refused_since_it_changes_its_mask():
     model = build_class("DogeForCausalLM", "DogeConfig", COMMON)
     with pytest.raises(

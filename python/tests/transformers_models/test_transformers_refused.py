@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, GPTJ_IS_SPLIT, build, build_class, on_ranks, output, texts
+from tiny_models import FAMILIES, build, build_class, on_ranks, output, texts
 from transformers import masking_utils
 
 import kyklos
@@ -15,8 +15,7 @@ from kyklos.transformers import _masks
 from kyklos.transformers._split import share_out
 
 SMALL = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-GPTJ = {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}
-FALCON = {**SMALL, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+XGLM = {**SMALL, "d_model": 32, "ffn_dim": 32, "num_layers": 2, "attention_heads": 2}
 LED = {**SMALL, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "attention_window": 4}
 MAMBA = {**SMALL, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 BLOOM = {**SMALL, "hidden_size": 32, "n_layer": 2, "n_head": 2}
@@ -25,10 +24,6 @@ JAMBA = {
     "num_key_value_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False,
 }  # fmt: skip
 LLAMA = FAMILIES["llama"][2]
-LLAMA4 = {
-    **{name: value for name, value in LLAMA.items() if name != "initializer_range"},
-    "head_dim": 16, "intermediate_size_mlp": 32, "num_local_experts": 2, "attention_chunk_size": 8,
-}  # fmt: skip
 GEMMA3N = {
     **LLAMA, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "head_dim": 16,
     "activation_sparsity_pattern": [0.0] * 4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97,
@@ -39,13 +34,10 @@ GEMMA3N = {
 @pytest.mark.parametrize(
     ("cls", "config", "settings", "says"),
     [
-        *([] if GPTJ_IS_SPLIT else [("GPTJForCausalLM", "GPTJConfig", GPTJ, "does not go through AttentionInterface")]),
-        ("FalconForCausalLM", "FalconConfig", FALCON, "does not go through AttentionInterface"),
-        ("BloomForCausalLM", "BloomConfig", BLOOM, "does not go through AttentionInterface"),
+        ("XGLMForCausalLM", "XGLMConfig", XGLM, "does not go through AttentionInterface"),
         ("LEDForConditionalGeneration", "LEDConfig", LED, "does not go through AttentionInterface"),
         ("MambaForCausalLM", "MambaConfig", MAMBA, "layers of the kinds linear_attention"),
         ("JambaForCausalLM", "JambaConfig", JAMBA, "layers of the kinds linear_attention"),
-        ("Llama4ForCausalLM", "Llama4TextConfig", LLAMA4, "layers of the kinds chunked_attention"),
         ("Gemma3nForCausalLM", "Gemma3nTextConfig", GEMMA3N, "layers share the keys of other layers"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(("LM", "Generation")) else "",
@@ -182,7 +174,7 @@ def test_tokens_are_shared_out_in_proportion_and_each_rank_gets_one():
 
 def rule(make, config="MistralConfig", **options):
     """The rule that attention gets from a mask function of the library."""
-    made = getattr(transformers, config)(**{**LLAMA, "sliding_window": 6})
+    made = getattr(transformers, config)(**{**LLAMA, "sliding_window": 6, "attention_chunk_size": 4})
     made._attn_implementation = "kyklos"
     embeds = torch.zeros(1, 8, 4)
     return make(config=made, inputs_embeds=embeds, attention_mask=torch.ones(1, 8), past_key_values=None, **options)
@@ -198,6 +190,10 @@ def test_masks_of_the_library_are_recognised():
         position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]),
     )
     assert packed.packed and str(packed) == "window:5,0"
+    chunked = rule(masking_utils.create_chunked_causal_mask, "Llama4TextConfig")
+    assert chunked.chunk == 4 and str(chunked) == "window:3,0"
+    blocks = rule(masking_utils.create_causal_mask, block_sequence_ids=torch.tensor([[-1, 0, 0, 0, -1, 1, 1, 1]]))
+    assert str(blocks) == "window:-1,2" and blocks.rows(2, 5).shape == (1, 1, 3, 8)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +201,6 @@ def test_masks_of_the_library_are_recognised():
     [
         {"or_mask_function": lambda *_: torch.tensor(True)},
         {"and_mask_function": lambda *_: torch.tensor(True)},
-        {"block_sequence_ids": torch.zeros(1, 8, dtype=torch.long)},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -97,8 +97,20 @@ SETTINGS = {
 }
 
 
+# With windows, and so with a mask for each kind of layers.
+SETTINGS["PaliGemma2"] = {
+    **SETTINGS["PaliGemma"],
+    "text_config": {"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, **_TEXT},
+}
+
+
 def vision(name):
-    return build_class(f"{name}ForConditionalGeneration", f"{name}Config", SETTINGS[name])
+    family, implementation = ("PaliGemma", "eager") if name == "PaliGemma2" else (name, "sdpa")
+    model = build_class(f"{family}ForConditionalGeneration", f"{family}Config", SETTINGS[name], implementation=implementation)
+    if name == "Gemma3":
+        # Zeros, if it is made at random: images would be equal.
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+    return model
 
 
 def image_inputs(name, images=True):
@@ -122,5 +134,11 @@ def image_inputs(name, images=True):
         if name == "Mistral3":
             inputs["image_sizes"] = torch.tensor([[32, 32], [32, 32]])
         if name == "Gemma3":
+            # The second text has an image of other size, and one after another.
+            ids[1, 4:20] = torch.where(torch.arange(16) % 5 == 4, 7, ids[1, 4:20])
+            ids[1, 22:25] = _IMAGE
             inputs["token_type_ids"] = (ids == _IMAGE).long()
+        if name.startswith("PaliGemma"):
+            # What comes before the answer sees each other.
+            inputs["token_type_ids"] = (torch.arange(34) >= 26).long().expand(2, -1).clone()
     return {"input_ids": ids, "attention_mask": mask, **inputs}
