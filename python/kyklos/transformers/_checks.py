@@ -126,7 +126,8 @@ def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[tor
             f"AttentionInterface ({', '.join(plain.attended) or 'none'}): the others would attend to the tokens of one rank only; "
             "run it on one rank"
         )
-    caches = getattr(output, CACHE, None) is not None
+    # Where tokens see later ones, those of a cache are not what they would be with the next token.
+    caches = getattr(output, CACHE, None) is not None and all(rule.right == 0 for rule in plain.rules)
     heads: Counter[Reach] = Counter()
     for rule, shape in zip(plain.rules, plain.shapes, strict=True):
         heads[rule.left, rule.right] += shape[0]

@@ -48,11 +48,11 @@ def test_a_pass_and_a_text(name, shares):
     model, plain, holes = build(name), {"input_ids": texts(2, 31)}, padded(texts(2, 31))
     right = {each: x.flip(1) for each, x in holes.items()}
     whole = [reference(model, **inputs) for inputs in (plain, holes)]
-    options = {"max_new_tokens": 12, "do_sample": False}
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     # Of padded batches some of these models make no numbers in float64, so each text is alone.
     exact_model = in_float64(model)
     written = [
-        [exact_model.generate(ids[seen.bool()][None], **options)[0, -12:] for ids, seen in zip(inputs["input_ids"], mask, strict=True)]
+        [exact_model.generate(ids[seen.bool()][None], **options) for ids, seen in zip(inputs["input_ids"], mask, strict=True)]
         for inputs, mask in ((plain, torch.ones(2, 31)), (holes, holes["attention_mask"]))
     ]
 
@@ -67,7 +67,9 @@ def test_a_pass_and_a_text(name, shares):
             assert error(got, exact, seen) <= bound
         assert error(on_the_right, exact_right.double(), right["attention_mask"].bool()) <= 3 * whole[0][1]
         for got, want in zip(text, written, strict=True):
-            assert torch.equal(got[:, -12:], torch.stack(want))
+            assert torch.equal(got.sequences[:, -12:], torch.cat([one.sequences[:, -12:] for one in want]))
+            steps = torch.stack([torch.cat(one.logits) for one in want], 1).double()
+            assert (torch.stack(got.logits) - steps).abs().max() <= 3 * whole[0][1]
 
 
 @pytest.mark.parametrize("name", MODELS)
