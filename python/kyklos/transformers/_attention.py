@@ -186,6 +186,8 @@ class Forward:
     def _biases(self, rule: MaskRule, alibi: torch.Tensor | None, query: torch.Tensor) -> dict[str, torch.Tensor]:
         """The options of a call that are arrays: what hides keys beside the text of the mask, and what is added to logits."""
         holes = self.padding if isinstance(self.padding, torch.Tensor) else None
+        if alibi is not None and rule.rows is not None:
+            raise RequestError("ALiBi with tokens that see each other: run this model on one rank")
         if alibi is not None:
             alibi = alibi.to("cpu", query.dtype)
             return {"key_bias": alibi if holes is None else alibi.masked_fill(~holes[:, None], -torch.inf)}

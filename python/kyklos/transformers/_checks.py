@@ -47,7 +47,10 @@ def body_of(model: PreTrainedModel) -> PreTrainedModel:
     body = cast(PreTrainedModel, model.base_model)
     if body.config.sub_configs and body.config.get_text_config() is not body.config and not body.config.is_encoder_decoder:
         language = model.get_decoder()
-        return language if isinstance(language, PreTrainedModel) else body
+        if not isinstance(language, PreTrainedModel) or language is model:
+            return body
+        # Of Llama 4 it has a head.
+        return body_of(language)
     inner = [part for part in body.children() if isinstance(part, PreTrainedModel)]
     return inner[0] if len(inner) == 1 and not body.config.sub_configs else body
 

@@ -79,6 +79,27 @@ SETTINGS = {
         "image_token_id": _IMAGE,
         "scale_factor": 1,
     },
+    # Its language model has layers with chunks, and queries that are scaled by the number of their token.
+    "Llama4": {
+        "text_config": {
+            **_TEXT,
+            "head_dim": 16,
+            "intermediate_size_mlp": 32,
+            "num_local_experts": 2,
+            "attention_chunk_size": 8,
+            "no_rope_layers": [1, 0, 1],
+            "floor_scale": 3,
+            "pad_token_id": 0,
+        },
+        "vision_config": {
+            **_VISION,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+            "pixel_shuffle_ratio": 1.0,
+        },
+        "image_token_index": _IMAGE,
+    },
     # Its masks are made by the model around the language model.
     "Gemma3": {
         "text_config": {**_TEXT, "head_dim": 16, "sliding_window": 8},
