@@ -236,7 +236,8 @@ class SplitModel:
         number = self._passes.next(self.model, torch.is_grad_enabled() and cache is None)
         visible = mask.to(torch.bool) if mask is not None and mask.is_floating_point() else mask
         whose = zlib.crc32(f"{self.counts(tokens)} {self.gather}".encode())
-        label = f"{self._passes.model}, pass {number}, shares {whose:08x}, inputs {given_inputs.digest(tokens_of, positions, visible, self.labels, *blocks)},"
+        same = given_inputs.digest(tokens_of, positions, visible, self.labels, *blocks)
+        label = f"{self._passes.model}, pass {number}, shares {whose:08x}, inputs {same},"
         compare_rows(self.group, {**given_inputs.embeddings(inputs), "labels": self.labels}, label)
         began = time.perf_counter()
         documents = masks.documents(given_inputs.places(positions).expand(batch, -1)) if packed else None
@@ -327,16 +328,13 @@ class SplitModel:
         return self.cache() if use and self.traits.caches else None
 
     def _mask_of(self, inputs: dict[str, Any]) -> tuple[torch.Tensor | None, dict[str, masks.MaskRule]]:
-        """The ``attention_mask`` of the caller, and the rules that a model around this one has made of it, if it has: by kinds of layers, or
-        one for all."""
+        """The ``attention_mask`` of the caller, and rules that a model around this one has made of it: by kinds of layers, or one for all."""
         given = inputs.get("attention_mask")
         if given is None or isinstance(given, torch.Tensor):
             return given, {}
         rules = given if isinstance(given, dict) else {ONE: given}
         if self.outer is None or not all(isinstance(rule, masks.MaskRule) for rule in rules.values()):
-            raise RequestError(
-                f"an attention_mask that is a {type(given).__name__}: call the model that was split, not one of its parts"
-            )
+            raise RequestError(f"an attention_mask that is a {type(given).__name__}: call the model that was split, not one of its parts")
         return self.outer.get("attention_mask"), rules
 
     def _refuse_late_padding(self, cache: SplitCache) -> None:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from test_transformers_images import exact_of
-from tiny_models import error, on_ranks, output
+from tiny_models import COMMON, WINDOW, build_class, error, on_ranks, output
 from tiny_vision import image_inputs, vision
 from transformers import masking_utils
 
@@ -48,6 +48,27 @@ def test_a_pass_and_a_text(name, shares):
         for text, want in zip(texts, written, strict=True):
             assert torch.equal(text.sequences, want.sequences)
             assert (torch.stack(text.logits) - torch.stack(want.logits).double()).abs().max() <= 2 * bound
+
+
+def test_gemma_4_whose_blocks_need_no_pixels():
+    text = {**COMMON, **WINDOW, "global_head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+    text |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "use_bidirectional_attention": "vision"}
+    image = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16, "patch_size": 4}
+    config = {"text_config": text, "vision_config": {**image, "num_key_value_heads": 2}, "audio_config": None}
+    model, inputs = build_class("Gemma4ForConditionalGeneration", "Gemma4Config", config), image_inputs("Gemma4", False)
+    # The second kind is a video.
+    inputs["mm_token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    inputs["mm_token_type_ids"][:, 4:20], inputs["mm_token_type_ids"][1, 22:26] = 1, 2
+    exact, bound, seen = exact_of(model, inputs)
+    assert error(output(model, **{**inputs, "mm_token_type_ids": torch.zeros_like(inputs["input_ids"])}), exact, seen) > 100 * bound
+    with torch.no_grad():
+        written = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+
+    def work(split, handle, group):
+        return output(split, **inputs, use_cache=False), split.generate(**inputs, max_new_tokens=6, do_sample=False)
+
+    for got, text in on_ranks(model, 3, work, shares=[2, 1, 5]):
+        assert error(got, exact, seen) <= bound and torch.equal(text, written)
 
 
 @pytest.mark.parametrize("mesh", ["2x1", "1x2"])

@@ -77,7 +77,7 @@ def test_chunks_and_scales_matter(monkeypatch):
     """The control of the tests above."""
     model = build()
     exact, bound, seen = expected(model, **PLAIN)
-    run = lambda split, *_: output(split, **PLAIN, use_cache=False)  # noqa: E731
+    run = lambda split, *_: output(split, **PLAIN, use_cache=False)
     with monkeypatch.context() as patch:
         patch.setattr(_masks, "chunks", lambda size, places, boundaries: boundaries)
         for got in on_ranks(model, 2, run, check=False):

@@ -109,7 +109,7 @@ def test_slopes_matter(name, monkeypatch):
     model, inputs = build(name), {"input_ids": texts(2, 31)}
     exact, bound, seen = reference(model, **inputs)
     whole = seam.Forward._alibi
-    own = lambda forward, alibi, query: whole(forward, alibi, query).roll(forward.group.size, 2)  # noqa: E731
+    own = lambda forward, alibi, query: whole(forward, alibi, query).roll(forward.group.size, 2)
     for wrong in (lambda *given: whole(*given) * 0, own):
         monkeypatch.setattr(seam.Forward, "_alibi", wrong)
         for got in on_ranks(model, 2, lambda split, *_: output(split, **inputs), shares=[3, 7], check=False):
