@@ -25,14 +25,16 @@ def test_visible_pairs(reach):
 
 @pytest.mark.parametrize("attention", [[], [(4, (None, 0))], [(4, (None, None)), (8, (3, 0))]], ids=str)
 @pytest.mark.parametrize("speeds", [([1000, 1000], [10**9, 10**8]), ([700, 1000, 90], [10**6, 3 * 10**6, 10**7])], ids=str)
-def test_no_division_ends_earlier(speeds, attention):
-    of = Pace(*map(tuple, speeds), (0, 5000, 0)[: len(speeds[0])])
+@pytest.mark.parametrize("whole", [(), (300, 100, 0)], ids=str)
+def test_no_division_ends_earlier(speeds, attention, whole):
+    of = Pace(*map(tuple, speeds), (0, 5000, 0)[: len(speeds[0])], whole)
     size, tokens = len(speeds[0]), 21
 
     def end(counts):
         ends = [0, *itertools.accumulate(counts)]
         work = [sum(heads * pairs(tokens, reach, *ends[rank : rank + 2]) for heads, reach in attention) for rank in range(size)]
-        times = [of.fixed_ns[rank] + of.token_ns[rank] * counts[rank] + 10**9 * work[rank] / of.pairs_per_s[rank] for rank in range(size)]
+        fixed = [of.fixed_ns[rank] + tokens * (whole or (0,) * 3)[rank] for rank in range(size)]
+        times = [fixed[rank] + of.token_ns[rank] * counts[rank] + 10**9 * work[rank] / of.pairs_per_s[rank] for rank in range(size)]
         assert of.seconds(counts, attention) == pytest.approx([time / 10**9 for time in times])
         return max(times)
 

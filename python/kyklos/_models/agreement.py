@@ -57,10 +57,12 @@ class Passes:
         own = torch.tensor(numbers, dtype=torch.float32)[None, None]
         return [[int(n) for n in row] for row in gather(self.group, own, f"{self.model}, {what}")[0].tolist()]
 
-    def pace(self, token_ns: int, pairs_per_s: Sequence[int]) -> Pace:
-        """The pace of all ranks, of which this one needs ``token_ns`` for a token."""
-        high, low = divmod(min(token_ns, (1 << 48) - 1), 1 << 24)
-        return Pace.of([(high << 24) + low for high, low in self.compare([high, low], "pace")], pairs_per_s)
+    def pace(self, token_ns: int, pairs_per_s: Sequence[int], whole_ns: int = 0) -> Pace:
+        """The pace of all ranks, of which this one needs ``token_ns`` for a token of its own, and ``whole_ns`` for each token of all ranks."""
+        own = [half for ns in (token_ns, whole_ns) for half in divmod(min(ns, (1 << 48) - 1), 1 << 24)]
+        rows = self.compare(own, "pace")
+        tokens, whole = ([(row[n] << 24) + row[n + 1] for row in rows] for n in (0, 2))
+        return Pace.of(tokens, pairs_per_s, (), whole)
 
     def check_weights(self, module: torch.nn.Module) -> None:
         """Refuses parameters that have other names, shapes, types or values on some rank; compares 8 values of each.

@@ -1,7 +1,7 @@
 """How fast each rank computes a split model, and the tokens of each with which all end at the same time.
 
-A rank needs ``token_ns`` nanoseconds for what the model does with one token outside of attention, ``fixed_ns`` for what it does whatever its
-tokens, and attends to ``pairs_per_s`` pairs of a query and a key in a second. It has consecutive tokens, so with a causal mask later ranks have more pairs for a token.
+A rank needs ``token_ns`` nanoseconds for what the model does with one token outside of attention, ``whole_ns`` for what it does with each
+token of all ranks, ``fixed_ns`` for what it does whatever the tokens, and attends to ``pairs_per_s`` pairs of a query and a key in a second. It has consecutive tokens, so with a causal mask later ranks have more pairs for a token.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ class Pace:
     token_ns: tuple[int, ...]
     pairs_per_s: tuple[int, ...]
     fixed_ns: tuple[int, ...]
+    #: Empty: nothing.
+    whole_ns: tuple[int, ...] = ()
 
     @staticmethod
-    def of(token_ns: Sequence[int], pairs_per_s: Sequence[int], fixed_ns: Sequence[int] = ()) -> Pace:
+    def of(token_ns: Sequence[int], pairs_per_s: Sequence[int], fixed_ns: Sequence[int] = (), whole_ns: Sequence[int] = ()) -> Pace:
         """Without differences that are noise."""
         fixed_ns = fixed_ns or [0] * len(token_ns)
-        return Pace(_smoothed(token_ns), _smoothed([max(1, speed) for speed in pairs_per_s]), _smoothed(fixed_ns))
+        whole = _smoothed(whole_ns) if any(whole_ns) else ()
+        return Pace(_smoothed(token_ns), _smoothed([max(1, speed) for speed in pairs_per_s]), _smoothed(fixed_ns), whole)
 
     def counts(self, tokens: int, attention: Sequence[tuple[int, Reach]]) -> list[int]:
         """The tokens of each rank, one at least. In whole numbers, so that all ranks get the same.
@@ -55,7 +58,8 @@ class Pace:
     def _cost(self, rank: int, tokens: int, attention: Sequence[tuple[int, Reach]], first: int, end: int) -> int:
         """Nanoseconds of these tokens on a rank, times its pairs in a second."""
         pairs = sum(heads * (visible(tokens, reach, end) - visible(tokens, reach, first)) for heads, reach in attention)
-        beside_ns = self.fixed_ns[rank] + self.token_ns[rank] * (end - first)
+        whole_ns = self.whole_ns[rank] * tokens if self.whole_ns else 0
+        beside_ns = self.fixed_ns[rank] + whole_ns + self.token_ns[rank] * (end - first)
         return beside_ns * self.pairs_per_s[rank] + pairs * _S
 
     def alone(self, rank: int, tokens: int, attention: Sequence[tuple[int, Reach]]) -> float:

@@ -67,12 +67,18 @@ class Forward:
     longest: int = 0
     #: Names of the modules that have attended.
     attended: list[str] = field(default_factory=list)
+    #: Names of those that have mixed tokens in another way.
+    mixed: list[str] = field(default_factory=list)
+    #: What these get of all tokens beside the states, by argument.
+    whole: dict[str, Any] = field(default_factory=dict)
     #: Rules of their masks.
     rules: list[MaskRule] = field(default_factory=list)
     #: In a trial the group does not attend: it is only recorded which modules do, and how.
     trial: bool = False
     #: Then of each call the heads of queries and of keys, the head dim and the type.
     shapes: list[tuple[int, int, int, torch.dtype]] = field(default_factory=list)
+    #: Then layers that mix tokens in another way compute one token only.
+    skips_mixers: bool = False
     #: This rank's rows that the pooler was to get, and those of all ranks.
     pooled: tuple[torch.Tensor, torch.Tensor] | None = None
     #: The calls of a pass with a cache that all ranks compute.

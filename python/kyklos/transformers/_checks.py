@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from .._errors import RequestError
 from .._group import Group
@@ -18,7 +18,8 @@ from .._models import pace
 from .._models.pace import Reach, wait_for
 from . import _eager as eager
 from ._attention import NAME, Forward, entered
-from ._cache import CACHE
+from ._cache import ATTENDS, CACHE, KINDS, MIXES
+from ._mixers import kinds, mixers
 
 # Tokens of each rank in the trial calls.
 _TRIAL_TOKENS = 6
@@ -30,6 +31,8 @@ class Traits:
 
     #: Modules that attend, in their order.
     layers: list[str]
+    #: Modules that mix tokens in another way.
+    mixers: list[str]
     #: The model keeps packed documents apart, if it gets no attention_mask and no cache.
     packs: bool
     #: It makes a cache if it is told to, or by default.
@@ -70,9 +73,11 @@ def refuse_unsplittable(model: PreTrainedModel, base: PreTrainedModel) -> None:
         refuse(
             "it is made of several models or takes no input_ids", "split its language model, as in model.language_model"
         )
-    kinds = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention", "chunked_attention"})
-    if kinds:
-        refuse(f"it has layers of the kinds {', '.join(kinds)}", alone)
+    unknown = sorted(set(kinds(base)) - (KINDS if mixers(base) else KINDS - MIXES))
+    if unknown:
+        refuse(f"it has layers of the kinds {', '.join(unknown)}", alone)
+    if not ATTENDS & set(kinds(base)):
+        refuse("none of its layers attends", alone)
     if getattr(config, "num_kv_shared_layers", 0):
         refuse("layers share the keys of other layers", alone)
     if not (base._can_set_attn_implementation() or eager.is_known(base)):
@@ -122,15 +127,20 @@ def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[tor
             f"{type(error).__name__}: {error}; run it on one rank"
         ) from error
     packs = any(rule.packed for rule in packed.rules)
-    expected = base.config.num_hidden_layers
-    if len(plain.attended) != expected:
-        raise RequestError(
-            f"{type(base).__name__} has {expected} layers, and {len(plain.attended)} attention calls came through "
-            f"AttentionInterface ({', '.join(plain.attended) or 'none'}): the others would attend to the tokens of one rank only; "
-            "run it on one rank"
-        )
+    for calls, of, what in (
+        (plain.attended, ATTENDS, "attention calls came through AttentionInterface"),
+        (plain.mixed, MIXES, "layers mixed tokens in another way that is known"),
+    ):
+        expected = sum(kind in of for kind in kinds(base))
+        if len(calls) != expected:
+            raise RequestError(
+                f"{type(base).__name__} has {expected} layers, and {len(calls)} {what} ({', '.join(calls) or 'none'}): the others would see "
+                "the tokens of one rank only; run it on one rank"
+            )
+    # A class of its own keeps what SplitCache does not.
+    caches = type(getattr(output, CACHE, None)) is DynamicCache
     # Where tokens see later ones, those of a cache are not what they would be with the next token.
-    caches = getattr(output, CACHE, None) is not None and all(rule.right == 0 for rule in plain.rules)
+    caches = caches and all(rule.right == 0 for rule in plain.rules)
     heads: Counter[Reach] = Counter()
     for rule, shape in zip(plain.rules, plain.shapes, strict=True):
         heads[rule.left, rule.right] += shape[0]
@@ -138,16 +148,32 @@ def traits_of(base: PreTrainedModel, forward: Any, group: Group, names: dict[tor
     by_default = caches and bool(getattr(base.config, "use_cache", False))
     (first, kv_heads, dim, dtype), *_ = plain.shapes
     call = {"heads": first, "kv_heads": kv_heads, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
-    return Traits(plain.attended, packs, caches, by_default, call, attention)
+    return Traits(plain.attended, plain.mixed, packs, caches, by_default, call, attention)
 
 
 def token_ns(base: PreTrainedModel, forward: Any, group: Group, names: dict[torch.nn.Module, str]) -> tuple[int, int]:
-    """Nanoseconds of this rank for a token in all layers, without attention; and with how many tokens that was measured."""
+    """Nanoseconds of this rank for a token in all layers, without attention and what mixes tokens in another way; and with how many tokens
+    that was measured."""
+    return _token_ns(base, forward, group, names, skips_mixers=True)
+
+
+def whole_ns(base: PreTrainedModel, forward: Any, group: Group, names: dict[torch.nn.Module, str]) -> int:
+    """Nanoseconds of this rank for a token in what mixes tokens without attention, which every rank computes for all tokens."""
+    if not mixers(base):
+        return 0
+    both, own = (_token_ns(base, forward, group, names, skips)[0] for skips in (False, True))
+    return max(0, both - own)
+
+
+def _token_ns(
+    base: PreTrainedModel, forward: Any, group: Group, names: dict[torch.nn.Module, str], skips_mixers: bool
+) -> tuple[int, int]:
     vocabulary, device = _embeddings(base).shape[0], _embeddings(base).device
 
     def run(tokens: int) -> None:
         places = torch.arange(tokens, device=device)[None]
-        with entered(Forward(group, names, "pace", None, tokens, trial=True)), torch.no_grad():
+        trial = Forward(group, names, "pace", None, tokens, trial=True, skips_mixers=skips_mixers, whole={"position_ids": places[:, :1]})
+        with entered(trial), torch.no_grad():
             forward(input_ids=places * 7919 % vocabulary, position_ids=places, return_dict=True, **without_cache(base))
         wait_for(device)
 

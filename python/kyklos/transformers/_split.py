@@ -27,6 +27,7 @@ from . import _inputs as given_inputs
 from . import _masks as masks
 from ._attention import NAME, Forward, current, entered
 from ._cache import CACHE, SplitCache, given_cache
+from ._mixers import kinds, whole_mixers
 from ._steps import Step
 
 # The kind of layer of a mask that is of all layers.
@@ -102,6 +103,7 @@ class SplitModel:
             raise RequestError(
                 f"{type(self.model).__name__} does not take another attention function: run it on one rank"
             )
+        whole_mixers(self.base, self._undo)
         with checks.rotary_state_kept(self.base):
             self.traits = checks.traits_of(self.base, self._run, self.group, self.names)
         hooks.longest_position(self.base, self._undo)
@@ -115,9 +117,10 @@ class SplitModel:
         if self.by_pace:
             with checks.rotary_state_kept(self.base):
                 own, least = checks.token_ns(self.base, self._run, self.group, self.names)
+                whole = checks.whole_ns(self.base, self._run, self.group, self.names)
             self._watch = Watch(least) if self.group.rank == 0 else None
             speeds = self.group.speeds(_USUAL_TOKENS, **self.traits.call)
-            self.pace = self._passes.pace(own, speeds)
+            self.pace = self._passes.pace(own, speeds, whole)
             self.attention = self.traits.attention if has_ring(self.group, self.execution) else []
             # Of the cache.
             self.shares = [float(count) for count in self.pace.counts(_USUAL_TOKENS, self.attention)]
@@ -139,7 +142,9 @@ class SplitModel:
 
     def cache(self, rollback: int = 0) -> SplitCache:
         """An empty cache for this model."""
-        return SplitCache(self.group, len(self.traits.layers), self.shares[self.group.rank], rollback)
+        if self.traits.mixers and not self.traits.caches:
+            raise RequestError(f"a cache for {type(self.model).__name__}, which keeps its states in a way of its own: pass use_cache=False")
+        return SplitCache(self.group, kinds(self.base), self.shares[self.group.rank], rollback)
 
     def _expected(self) -> tuple[dict[str, torch.Tensor], checks.States]:
         """The trial's inputs, and what the model as it is makes of them."""
@@ -255,6 +260,8 @@ class SplitModel:
             masks.places(mask, batch, past + tokens) if documents is None else given_inputs.places(positions).expand(batch, -1),
             int(positions.max()),
         )
+        # As create_recurrent_attention_mask() of the library, which makes none without padding.
+        forward.whole = {"position_ids": positions, "attention_mask": None if mask is None or padding is None else mask[:, past:]}
         if cache is not None and counts is None:
             forward.step = Step(self.group, forward.label, cache.last_step or [])
         first, end = self.rows(tokens)
@@ -312,7 +319,7 @@ class SplitModel:
     def _cache_of(self, inputs: dict[str, Any]) -> SplitCache | None:
         cache = given_cache(inputs)
         if isinstance(cache, SplitCache):
-            if cache.group is not self.group or len(cache.parts) != len(self.traits.layers):
+            if cache.group is not self.group or cache.kinds != kinds(self.base) or not self.traits.caches:
                 raise RequestError("a cache of another split model: make one with handle.cache()")
             return cache
         if cache is not None and (self.outer is None or given_cache(self.outer) is not None or cache.get_seq_length()):
@@ -353,10 +360,11 @@ class SplitModel:
 
     def _check_calls(self, forward: Forward) -> None:
         """Refuses a pass in which a layer did not attend through the group, or twice."""
-        if forward.attended != self.traits.layers:
-            missing = [name for name in self.traits.layers if name not in forward.attended]
+        calls, expected = forward.attended + forward.mixed, self.traits.layers + self.traits.mixers
+        if calls != expected:
+            missing = [name for name in expected if name not in calls]
             raise RequestError(
-                f"{len(forward.attended)} attention calls in a pass over {len(self.traits.layers)} layers"
+                f"{len(calls)} attention calls in a pass over {len(expected)} layers"
                 + (f"; {', '.join(missing)} attended to the tokens of this rank only" if missing else "")
                 + ": do not change the model's layers after parallelize()"
             )

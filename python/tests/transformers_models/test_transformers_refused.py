@@ -19,10 +19,6 @@ XGLM = {**SMALL, "d_model": 32, "ffn_dim": 32, "num_layers": 2, "attention_heads
 LED = {**SMALL, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "attention_window": 4}
 MAMBA = {**SMALL, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 BLOOM = {**SMALL, "hidden_size": 32, "n_layer": 2, "n_head": 2}
-JAMBA = {
-    **SMALL, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False,
-}  # fmt: skip
 LLAMA = FAMILIES["llama"][2]
 GEMMA3N = {
     **LLAMA, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 4, "head_dim": 16,
@@ -37,7 +33,6 @@ GEMMA3N = {
         ("XGLMForCausalLM", "XGLMConfig", XGLM, "does not go through AttentionInterface"),
         ("LEDForConditionalGeneration", "LEDConfig", LED, "does not go through AttentionInterface"),
         ("MambaForCausalLM", "MambaConfig", MAMBA, "layers of the kinds linear_attention"),
-        ("JambaForCausalLM", "JambaConfig", JAMBA, "layers of the kinds linear_attention"),
         ("Gemma3nForCausalLM", "Gemma3nTextConfig", GEMMA3N, "layers share the keys of other layers"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.endswith(("LM", "Generation")) else "",
