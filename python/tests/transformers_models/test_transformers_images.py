@@ -11,7 +11,7 @@ import kyklos
 import kyklos.torch
 import kyklos.transformers
 
-NAMES = ["Llava", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Mistral3", "InternVL", "SmolVLM", "Llama4"]
+NAMES = ["Llava", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Mistral3", "InternVL", "SmolVLM", "Llama4"]
 
 
 def exact_of(model, inputs):

@@ -60,6 +60,29 @@ SETTINGS = {
         },
         **_QWEN,
     },
+    # A hybrid.
+    "Qwen3_5": {
+        "text_config": {
+            **_TEXT,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "head_dim": 16,
+            "rope_parameters": _rope(mrope_interleaved=True),
+        },
+        "vision_config": {
+            **_QWEN_VISION,
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+        },
+        **_QWEN,
+    },
     "Mistral3": {
         "text_config": {"model_type": "mistral", "head_dim": 16, **_TEXT},
         "vision_config": {"model_type": "pixtral", **_VISION, "image_size": 32},
