@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .._errors import RequestError
@@ -251,4 +252,5 @@ def _layer(cache: SplitCache, kind: str) -> Any:
     """The layer of a cache for a layer of this kind. ``kind``: one of :data:`KINDS`."""
     if kind in ATTENDS:
         return _HybridLayer(cache) if kind in MIXES else SplitLayer(cache)
-    return StateLayer(cache) if kind in MIXES else DummyLayer()
+    # Before transformers 5.23 layers that remember nothing have states, too, which stay empty.
+    return StateLayer(cache) if kind in MIXES else getattr(cache_utils, "DummyLayer", LinearAttentionLayer)()

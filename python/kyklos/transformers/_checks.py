@@ -43,6 +43,20 @@ class Traits:
     #: Query heads of all layers that see so far, for each reach.
     attention: list[tuple[int, Reach]]
 
+    def check(self, forward: Forward) -> None:
+        """Refuses a pass in which a layer did not see the tokens of all ranks, or ran twice."""
+        for calls, expected, what in (
+            (forward.attended, self.layers, "attention calls"),
+            (forward.mixed, self.mixers, "calls of recurrences or convolutions"),
+        ):
+            if calls != expected:
+                missing = [name for name in expected if name not in calls]
+                raise RequestError(
+                    f"{len(calls)} {what} in a pass over {len(expected)} layers"
+                    + (f"; {', '.join(missing)} attended to the tokens of this rank only" if missing else "")
+                    + ": do not change the model's layers after parallelize()"
+                )
+
 
 def body_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a model that ends with hidden states: of OPT, whose head calls it, the decoder inside of the body; of a model that takes

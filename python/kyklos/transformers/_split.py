@@ -282,7 +282,7 @@ class SplitModel:
         try:
             with entered(forward), hooks.recomputed(self.base, forward):
                 output = self._run(**own, **others, return_dict=True)
-                self._check_calls(forward)
+                self.traits.check(forward)
                 if counts is not None:
                     self._gather_output(output, forward)
                     self._compare_with_one_rank(past, (batch, tokens), began)
@@ -357,17 +357,6 @@ class SplitModel:
         if tokens == 1 or tokens < size:
             return None
         return share_out(tokens, self.shares) if self.pace is None else self.pace.counts(tokens, self.attention)
-
-    def _check_calls(self, forward: Forward) -> None:
-        """Refuses a pass in which a layer did not attend through the group, or twice."""
-        calls, expected = forward.attended + forward.mixed, self.traits.layers + self.traits.mixers
-        if calls != expected:
-            missing = [name for name in expected if name not in calls]
-            raise RequestError(
-                f"{len(calls)} attention calls in a pass over {len(expected)} layers"
-                + (f"; {', '.join(missing)} attended to the tokens of this rank only" if missing else "")
-                + ": do not change the model's layers after parallelize()"
-            )
 
     def _compare_with_one_rank(self, past: int, shape: tuple[int, int], began: float) -> None:
         if self.pace is not None and self._watch is not None and past == 0 and not torch.is_grad_enabled():

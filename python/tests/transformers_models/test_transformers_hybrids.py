@@ -37,13 +37,13 @@ def whole(model, **inputs):
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_outputs_texts_and_gradients_are_those_of_one_process(name, shares):
     model, ids = build(name), texts(2, TOKENS)
-    inputs = padded()
+    inputs, packed = padded(), {"input_ids": ids[:1], "position_ids": torch.cat([torch.arange(7), torch.arange(12)])[None]}
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": name not in OWN_CACHE}
-    wanted = [reference(model, input_ids=ids, use_cache=False), whole(model, **inputs, use_cache=False)]
+    wanted = [reference(model, **given, use_cache=False) for given in ({"input_ids": ids}, packed)] + [whole(model, **inputs, use_cache=False)]
     text = model.generate(**inputs, **options)
 
     def work(model, handle, group):
-        outputs = [output(model, **given, use_cache=False) for given in ({"input_ids": ids}, inputs)]
+        outputs = [output(model, **given, use_cache=False) for given in ({"input_ids": ids}, packed, inputs)]
         return outputs, model.generate(**inputs, **options), step(True, input_ids=ids, labels=ids, use_cache=False)(model, handle, group)
 
     results = on_ranks(model, len(shares), work, shares=shares)
@@ -117,6 +117,21 @@ def test_a_conversation_and_what_states_cannot_forget():
 
     for got in on_ranks(model, 2, work, shares=[3, 7]):
         assert all(torch.equal(text, want) for text in got)
+
+
+def test_layers_that_are_replaced_are_found():
+    model, ids = build("Lfm2"), texts(1, TOKENS)
+
+    def work(model, handle, group):
+        class Other(torch.nn.Module):
+            def forward(self, hidden_states, **_):
+                return hidden_states
+
+        model.model.layers[2].conv = Other()
+        with pytest.raises(kyklos.RequestError, match=r"1 calls of recurrences or convolutions in a pass over 2 layers; layers\.2\.conv"):
+            model(ids)
+
+    on_ranks(model, 2, work)
 
 
 def test_prompts_in_chunks():
