@@ -189,7 +189,7 @@ def test_shares_by_pace_count_what_every_rank_computes(monkeypatch):
         return Pace((1, 1), (10**12,) * 2, (0, 0), (3, 1))
 
     monkeypatch.setattr(Pace, "of", staticmethod(of))
-    work = lambda model, handle, group: (output(model, input_ids=ids, use_cache=False), handle.counts(100))  # noqa: E731
+    work = lambda model, handle, group: (output(model, input_ids=ids, use_cache=False), handle.counts(100))
     for got, counts in on_ranks(model, 2, work, shares="auto", check=False):
         assert error(got, exact, seen) <= bound
         # 3 ns for each of 100 tokens, and 1 for each of its own; against 1 and 1.
