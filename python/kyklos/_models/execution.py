@@ -64,6 +64,17 @@ def refuse_sharded(module: torch.nn.Module) -> None:
         raise RequestError(f"the weights of {type(module).__name__} are sharded (DTensor): call parallelize() first, then fully_shard()")
 
 
+def share_out(tokens: int, shares: Sequence[float]) -> list[int]:
+    """``tokens`` in the proportions of ``shares``, at least one for each: models fail on none."""
+    total = sum(shares)
+    exact = [(tokens - len(shares)) * share / total for share in shares]
+    counts = [int(part) for part in exact]
+    by_rest = sorted(range(len(shares)), key=lambda rank: (counts[rank] - exact[rank], rank))
+    for rank in by_rest[: tokens - len(shares) - sum(counts)]:
+        counts[rank] += 1
+    return [count + 1 for count in counts]
+
+
 def warn_of_copies(group: Group, module: torch.nn.Module) -> None:
     """Warns if the module is on an accelerator, and attention on another device."""
     device = next((parameter.device for parameter in module.parameters() if parameter.device.type != "meta"), torch.device("cpu"))

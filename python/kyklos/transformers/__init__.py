@@ -67,7 +67,8 @@ def parallelize(
         ``"f16"`` only.
     :param shares: the tokens of the ranks in proportion, also of the cache; by default equal. Each rank gets one token at least.
         ``"auto"``: so many that all ranks end at the same time, by the speed of the model's layers and of attention on each rank, which are
-        measured here, in a second or so; :meth:`Handle.counts` has them.
+        measured here, in a second or so; :meth:`Handle.counts` has them. Without ``mesh`` and ``strategy`` the links are measured, too, and passes
+        of each length run by the strategy of the least predicted time: :meth:`Handle.way`.
     :param gather: ``"auto"`` gives every rank the outputs of all tokens, or the last ones if ``logits_to_keep`` asks for them.
         ``"none"`` gives a rank the rows of its own tokens, :meth:`Handle.rows`, and with ``labels`` its part of the loss of a causal
         language model, whose sum over the ranks is the loss; ``generate()`` works as before.
@@ -86,7 +87,7 @@ def parallelize(
         if stacks:
             split = SplitStacks(model, stacks, group, how, shares, gather)
         else:
-            split = SplitModel(model, group, how, shares, gather)
+            split = SplitModel(model, group, how, shares, gather, mesh is None and strategy is None)
         split.install(check)
         handle = Handle(split)
         loss.install(split, handle._undo)
@@ -115,6 +116,14 @@ class Handle:
         if tokens < 1:
             raise ValueError(f"{tokens} tokens")
         return split.counts(tokens) or [tokens] * split.group.size
+
+    def way(self, tokens: int, *, batch: int = 1, gradients: bool = False) -> str:
+        """How attention runs in a pass over ``tokens`` tokens: the strategy and the mesh, with ``shares="auto"`` those of the least predicted time."""
+        split = self._installed()
+        if not isinstance(split, SplitModel) or (counts := split.counts(tokens)) is None:
+            return "whole on each rank" if isinstance(split, SplitModel) else "as the options say"
+        how = split.execution_of(batch, counts, gradients)
+        return f"{how['strategy'] or 'fewest bytes'} on {how['mesh'] or 'any mesh'}"
 
     def rows(self, tokens: int) -> tuple[int, int]:
         """The tokens that this rank computes in a pass over ``tokens`` tokens, as a half-open range of positions."""

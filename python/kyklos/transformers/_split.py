@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from .._errors import DeviceError, GroupError, RequestError
 from .._group import Group
 from .._models.agreement import Passes
-from .._models.execution import checked_shares, has_ring
+from .._models.execution import checked_shares, has_ring, share_out
 from .._models.pace import Pace, Reach, Watch
+from .._models.strategies import Strategies
 from .._models.projections import compare_rows
 from .._models.telling import told
 from .._rows import gather
@@ -47,6 +48,7 @@ class SplitModel:
         execution: dict[str, Any],
         shares: str | Sequence[float] | None,
         gather: str,
+        chooses: bool,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise RequestError(
@@ -61,6 +63,8 @@ class SplitModel:
         self.pace: Pace | None = None
         self.attention: list[tuple[int, Reach]] = []
         self._watch: Watch | None = None
+        self._chooses = chooses
+        self._strategies: Strategies | None = None
         if gather not in ("auto", "none"):
             raise RequestError(f'gather is {gather!r}: use "auto" or "none"')
         checks.refuse_unsplittable(model, self.base)
@@ -122,6 +126,9 @@ class SplitModel:
             speeds = self.group.speeds(_USUAL_TOKENS, **self.traits.call)
             self.pace = self._passes.pace(own, speeds, whole)
             self.attention = self.traits.attention if has_ring(self.group, self.execution) else []
+            if self._chooses:
+                cluster, wire = self.group.cluster(_USUAL_TOKENS, **self.traits.call), self.execution["wire"]
+                self._strategies = Strategies(cluster, self.traits.call, self.traits.attention, wire)
             # Of the cache.
             self.shares = [float(count) for count in self.pace.counts(_USUAL_TOKENS, self.attention)]
 
@@ -252,7 +259,7 @@ class SplitModel:
             label,
             counts,
             tokens,
-            self.execution,
+            self.execution_of(batch, counts, torch.is_grad_enabled() and cache is None),
             cache,
             padding,
             documents,
@@ -358,6 +365,10 @@ class SplitModel:
             return None
         return share_out(tokens, self.shares) if self.pace is None else self.pace.counts(tokens, self.attention)
 
+    def execution_of(self, batch: int, counts: list[int] | None, gradients: bool) -> dict[str, Any]:
+        """Options of :meth:`Group.attend` in passes over so many tokens of each rank."""
+        return self.execution if self._strategies is None or counts is None else self._strategies.of(batch, counts, gradients)
+
     def _compare_with_one_rank(self, past: int, shape: tuple[int, int], began: float) -> None:
         if self.pace is not None and self._watch is not None and past == 0 and not torch.is_grad_enabled():
             # After the rows were gathered, the device has computed them.
@@ -383,14 +394,3 @@ class SplitModel:
                 output[name] = tuple(everywhere(rows, f"hidden state {n}") for n, rows in enumerate(value))
             elif name not in (CACHE, "pooler_output") and value is not None:
                 raise RequestError(f"the model's output {name} has the tokens of one rank: run this model on one rank")
-
-
-def share_out(tokens: int, shares: Sequence[float]) -> list[int]:
-    """``tokens`` in the proportions of ``shares``, at least one for each: models fail on none."""
-    total = sum(shares)
-    exact = [(tokens - len(shares)) * share / total for share in shares]
-    counts = [int(part) for part in exact]
-    by_rest = sorted(range(len(shares)), key=lambda rank: (counts[rank] - exact[rank], rank))
-    for rank in by_rest[: tokens - len(shares) - sum(counts)]:
-        counts[rank] += 1
-    return [count + 1 for count in counts]

@@ -190,3 +190,50 @@ def test_a_split_that_makes_a_model_slower_is_told(monkeypatch):
 
     with pytest.warns(UserWarning, match="a pass over 31 tokens takes .* on 2 ranks, and would take about .* on rank 0 alone"):
         on_ranks(build("llama"), 2, work, shares="auto")
+
+
+def described(gb_per_s):
+    """Two machines of 1 TFLOP/s with a link between them."""
+    devices = "".join(
+        f"""
+[device.{name}]
+copy_gb_per_s = 100
+memory = "unified"
+attention = [{{ dtype = "f32", head_dim = 16, gflop_per_s = 1000 }}]
+"""
+        for name in "ab"
+    )
+    hosts = "".join(f'[[host]]\nname = "{name}"\ndevices = [{{ kind = "{name}" }}]\n' for name in "ab")
+    link = f"[link.cable]\ngb_per_s = {gb_per_s}\nlatency_us = 1\n"
+    return kyklos.Cluster(f'name = "two"\nbetween_hosts = "cable"\n{devices}{link}{hosts}')
+
+
+def test_with_shares_by_pace_passes_run_by_the_strategy_of_the_least_predicted_time(monkeypatch):
+    model, inputs = build("gemma2"), {"input_ids": texts(2, 31)}
+    exact, bound, seen = reference(model, **inputs)
+    asked = []
+    choices = kyklos.Cluster.choices
+
+    def other(self, counts, **given):
+        # Another one than this machine would choose.
+        found = choices(self, counts, **given)
+        asked.append(given["mask"])
+        return [kyklos.Choice(c.strategy, c.mesh, 1e-9 if c.strategy == "pass-q" else c.seconds, c.sent_bytes, c.memory_bytes) for c in found]
+
+    monkeypatch.setattr(kyklos.Group, "cluster", lambda self, *_, **__: described(1))
+    monkeypatch.setattr(kyklos.Cluster, "choices", other)
+
+    def work(split, handle, group):
+        got = output(split, **inputs)
+        return got, handle.way(31, batch=2), handle.way(1), handle.way(31, batch=2, gradients=True)
+
+    for got, *ways in on_ranks(model, 2, work, shares="auto"):
+        assert error(got, exact, seen) <= bound
+        assert ways == ["pass-q on 1x2", "whole on each rank", "pass-q on 1x2"]
+    # Of both kinds of layers: windows and all earlier keys.
+    assert {mask.split(",")[1] for mask in asked} == {"0"} and len(set(asked)) == 2
+
+
+def test_an_option_that_says_the_strategy_leaves_no_choice():
+    for way in on_ranks(build("llama"), 2, lambda split, handle, group: handle.way(100), shares="auto", strategy="pipelined"):
+        assert way == "pipelined on any mesh"
