@@ -30,11 +30,20 @@ def execution(group: Group, mesh: str | None, strategy: str | None, wire: str | 
 def has_ring(group: Group, options: dict[str, Any]) -> bool:
     """Whether ranks attend from other tokens, and not only with other heads. In the plan of a small call: those of the model are not known
     yet."""
+    call: dict[str, Any] = {"q_counts": [16] * group.size, "heads": 8 * group.size, "dim": 64}
     try:
-        plan = group.plan([16] * group.size, heads=8 * group.size, dim=64, **options)
+        plan = group.plan(**call, **options)
     except RequestError as error:
+        text = str(error)
+        if options["mesh"] is None:
+            # A ring takes most requests, so its refusal says most; nobody has named a mesh.
+            ring = f"1x{group.size}"
+            try:
+                group.plan(**call, **{**options, "mesh": ring})
+            except RequestError as of_ring:
+                text = str(of_ring).replace(f" on mesh {ring}", "")
         # No vote has told the others.
-        raise RequestError(str(error)) from None
+        raise RequestError(text) from None
     return not plan.steps["mesh"].endswith("x1")
 
 

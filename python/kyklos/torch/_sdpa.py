@@ -189,23 +189,40 @@ def _called(
             raise Wrong("heads of no elements", "pass [batch, heads, tokens, dim]")
         if not enable_gqa and q.shape[1] != k.shape[1]:
             raise Wrong(f"{q.shape[1]} query heads for {k.shape[1]} key heads", "pass enable_gqa=True")
+        while attn_mask is not None and attn_mask.dim() < 4:
+            attn_mask = attn_mask[None]
+        if attn_mask is not None:
+            _check(attn_mask, q)
     except Wrong as wrong:
         return refused(query, key, value, group, wrong)[0]
-    while attn_mask is not None and attn_mask.dim() < 4:
-        attn_mask = attn_mask[None]
     width, scale = v.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
     # Zeros at the end of a head change neither q·k nor the values.
     dim = -(-max(q.shape[-1], width) // 8) * 8
     q, k, v = (x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in states)
     is_mask = attn_mask is not None and attn_mask.dtype == torch.bool
-    o, _ = attention(
-        q,
-        k,
-        v,
-        group,
-        mask=attn_mask if is_mask else "causal" if is_causal else None,
-        bias=None if is_mask else attn_mask,
-        scale=scale,
-    )
+    try:
+        o, _ = attention(
+            q,
+            k,
+            v,
+            group,
+            mask=attn_mask if is_mask else "causal" if is_causal else None,
+            bias=None if is_mask else attn_mask,
+            scale=scale,
+        )
+    except RequestError as error:
+        # Only the engine knows the keys of all ranks, and it calls a mask a bias.
+        error.args = (str(error).replace("attention bias tensor", "attn_mask").replace("the bias of rank", "the attn_mask of rank"),)
+        raise
     o = o[..., :width]
     return o[0] if query.dim() == 3 else o
+
+
+def _check(attn_mask: torch.Tensor, q: torch.Tensor) -> None:
+    """Of a mask what does not depend on other ranks."""
+    if attn_mask.dim() > 4 or any(extent not in (1, whole) for extent, whole in zip(attn_mask.shape[:3], q.shape[:3], strict=True)):
+        batch, heads, tokens, _ = q.shape
+        fits = f"pass one that broadcasts to [{batch}, {heads}, {tokens}, keys of all ranks]"
+        raise Wrong(f"attn_mask of shape {list(attn_mask.shape)} for queries of shape {list(q.shape)}", fits)
+    if attn_mask.dtype not in (torch.bool, torch.float32, torch.float16, torch.bfloat16):
+        raise Wrong(f"attn_mask of {attn_mask.dtype}", "use bool, float32, float16 or bfloat16")

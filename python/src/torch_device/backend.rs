@@ -29,7 +29,7 @@ impl Backend for TorchBackend {
     fn supports_fixed_order(&self) -> Result<()> {
         Err(Error::request(
             format!("sums in a fixed order on {}", self.info.name),
-            "PyTorch's kernels choose the order by the shape: use the device \"cpu\", \"wgpu\" or \"cuda\"",
+            "PyTorch's kernels choose the order by the shape: form the group with device=\"cpu\", \"wgpu\" or \"cuda\"",
         ))
     }
 

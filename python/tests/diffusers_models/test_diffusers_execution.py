@@ -32,6 +32,7 @@ def test_rounded_keys_and_values(wire):
         ({"strategy": "fast"}, "strategy `fast` is not known"),
         ({"wire": "f8"}, "`f8` on the wire is not known"),
         ({"mesh": "2x1", "wire": "int8"}, "use a mesh with a ring"),
+        ({"strategy": "tree", "wire": "f16"}, "f16 on the wire with strategy tree: this strategy sends no keys .* use a strategy that sends keys"),
         ({"shares": "fast"}, 'use "auto", or a number for each rank'),
     ],
     ids=str,

@@ -267,3 +267,38 @@ def test_compiled_code():
 
     got = torch.cat(kyklos.run_local(3, work, device="cpu"), 2)
     assert (got - exact).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((1, 1, 5, 9), "attn_mask of rank 0, .* has 9 keys, and the call has 10 keys"),
+        ((1, 1, 4, 10), "attn_mask of shape .1, 1, 4, 10. for queries of shape"),
+        ((3, 5, 10), "attn_mask of shape .1, 3, 5, 10. for queries of shape"),
+        ((1, 1, 1, 5, 10), "attn_mask of shape .1, 1, 1, 5, 10. for queries of shape"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
+def test_a_mask_that_does_not_fit_is_refused_by_its_name(shape, says, dtype):
+    q = torch.randn(1, 2, 5, 8)
+
+    def run(group):
+        with pytest.raises(kyklos.RequestError, match=says) as error:
+            kyklos.torch.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(shape, dtype=dtype), group=group)
+        # The group is usable afterwards.
+        kyklos.torch.scaled_dot_product_attention(q, q, q, group=group)
+        return str(error.value)
+
+    assert not any("bias" in text for text in kyklos.run_local(2, run, device="cpu"))
+
+
+def test_a_mask_on_one_rank_alone_and_one_of_float64_are_refused_by_their_name():
+    q = torch.randn(1, 2, 5, 8)
+
+    def run(group, mask, says):
+        with pytest.raises(kyklos.RequestError, match=says):
+            kyklos.torch.scaled_dot_product_attention(q, q, q, attn_mask=mask, group=group)
+
+    kyklos.run_local(2, lambda group: run(group, torch.zeros(5, 10).double(), "attn_mask of torch.float64"), device="cpu")
+    kyklos.run_local(2, lambda group: run(group, torch.zeros(5, 10) if group.rank else None, "another attn_mask"), device="cpu")
