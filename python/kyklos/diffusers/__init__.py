@@ -33,15 +33,15 @@ from .._models.execution import execution, refuse_sharded, warn_of_copies
 from .._models.telling import tell, told
 from . import _attention, _hooks
 from ._caught import catch
-from ._plan import Count, Joined, Known, SplitPlan
-from ._plans import choose, find, split_attention_modules
+from ._plan import Count, Extent, Grid, Joined, Known, SplitPlan
+from ._plans import calls, choose, find, split_attention_modules, sums_of
 from ._timing import timed
 from ._vae import VaeHandle, split_vae
 from ._ways.choice import Ways
 from ._ways.shares import Shares
 from ._ways.whole import Whole, run
 
-__all__ = ["Count", "Handle", "Joined", "SplitPlan", "VaeHandle", "parallelize", "split_vae", "timed"]
+__all__ = ["Count", "Extent", "Grid", "Handle", "Joined", "SplitPlan", "VaeHandle", "parallelize", "split_vae", "timed"]
 
 _TESTED = (0, 42)
 
@@ -118,7 +118,7 @@ class Handle:
         self.remove()
 
     def __repr__(self) -> str:
-        state = "removed" if self._removed else f"{self._split.expected} calls of split attention in a forward"
+        state = "removed" if self._removed else f"{self._split.calls.always} calls of split attention in a forward"
         return f"kyklos.diffusers.Handle({self._split.name}, {state})"
 
 
@@ -176,12 +176,18 @@ def _parallelized(
     known = choose(transformer, plan)
     _check_free(transformer, name)
     modules = split_attention_modules(transformer, known.plan)
+    if shares == "auto" and known.plan.sums:
+        raise RequestError(f'shares="auto" for {name}, whose linear attention does not show the pace of the ranks: give a number for each rank')
+    least = known.plan.least
     # Attention of compiled code makes masks and keys of the tokens of the rank.
-    can_be_whole = not known.plan.common_keys and not known.plan.rows_alike
-    dealt = Ways(group, how, can_be_whole) if chooses else Shares(group, shares, how)
-    split = _attention.Split(group, name, dealt, len(modules), known.plan)
+    can_be_whole = not (known.plan.common_keys or known.plan.common_behind or known.plan.rows_alike)
+    chooses = chooses and not known.plan.sums
+    dealt = Ways(group, how, can_be_whole, least) if chooses else Shares(group, shares, how, least)
+    split = _attention.Split(group, name, dealt, calls(name, modules, known.plan), known.plan)
     handle = Handle(transformer, split)
     splitter = _hooks.Splitter(group, dealt, known.plan.whole)
+    # Apart, since modules that libraries keep in caches keep what their hooks have.
+    of_grids = _hooks.Splitter(group, dealt, known.plan.whole, split.gather)
     try:
         split.passes.check_weights(transformer)
         # Inputs are compared before they are split, and calls are counted after the last gather.
@@ -191,13 +197,15 @@ def _parallelized(
         handle._hooks.append(transformer.register_forward_pre_hook(begin, with_kwargs=True))
         for pattern, how in known.plan.modules.items():
             for module in find(transformer, pattern):
-                _add(handle, module, how, splitter)
+                on_grid = isinstance(how, Mapping) and any(isinstance(part, Grid) for part in how.values())
+                _add(handle, module, how, of_grids if on_grid else splitter)
         end = functools.partial(_end, split, handle._checkpoints, whole)
         handle._hooks.append(transformer.register_forward_hook(end, always_call=True))
-        for module in modules:
+        for place, module in modules.items():
             processor: Any = module.processor
-            if not hasattr(processor, "_parallel_config"):
-                handle._hooks += catch(module, split)
+            sums = sums_of(place, known.plan)
+            if sums or not hasattr(processor, "_parallel_config"):
+                handle._hooks += catch(module, split, sums)
                 continue
             own = "_parallel_config" in vars(processor)
             handle._configs.append((processor, own, processor._parallel_config))

@@ -27,9 +27,10 @@ from .._models.agreement import Passes
 from .._models.telling import tell, told
 from .._rows import gather, sum_rows
 from .._torch_tensors import readable
+from ._calls import Calls
 from ._inputs import compare
 from ._keys import alone, own_keys, same_dim
-from ._masks import equal, four_axes, gather_mask, mask_type, rows_of
+from ._masks import equal, four_axes, gather_mask, mask_type, of_keys, rows_of
 from ._plan import SplitPlan
 from ._ways.shares import Shares
 
@@ -45,18 +46,13 @@ _MASKS = 8
 
 
 class Split:
-    """One transformer on one rank: its group, and how far the current forward is.
+    """One transformer on one rank: its group, and how far the current forward is."""
 
-    :param calls: calls of split attention in each forward, of the whole batch or of each of its entries.
-    """
-
-    def __init__(self, group: Group, name: str, shares: Shares, calls: int, plan: SplitPlan = SplitPlan({})) -> None:
-        self.group, self.name, self.plan, self.shares = group, name, plan, shares
-        self.expected = self._due = calls
+    def __init__(self, group: Group, name: str, shares: Shares, calls: Calls, plan: SplitPlan = SplitPlan({})) -> None:
+        self.group, self.name, self.plan, self.shares, self.calls = group, name, plan, shares, calls
         self.number = next(_next)
         self.passes = Passes(group)
         self._forward = 0
-        self._calls = 0
         self._gathers = 0
         #: Whether a forward runs, and its inputs by name.
         self.active = False
@@ -68,7 +64,7 @@ class Split:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Split:
         """The split of a copy of the transformer, which is another model to the ranks of the group."""
-        copied = Split(self.group, self.name, copy.deepcopy(self.shares, memo), self.expected, self.plan)
+        copied = Split(self.group, self.name, copy.deepcopy(self.shares, memo), copy.copy(self.calls), self.plan)
         copied.passes = copy.deepcopy(self.passes)
         register(copied)
         return copied
@@ -80,8 +76,8 @@ class Split:
             self.group._refused += 1
         self.active = False
         self._forward = self.passes.next(transformer, torch.is_grad_enabled())
-        self._calls, self._gathers, self.active = 0, 0, True
-        self._due = self.expected * (inputs["hidden_states"].shape[0] if self.plan.each_entry else 1)
+        self._gathers, self.active = 0, True
+        self.calls.begin(inputs)
         compare(self.group, inputs, self.place())
         # Some models empty the lists that they are given.
         self.inputs = {name: list(x) if isinstance(x, list) else x for name, x in inputs.items()}
@@ -90,15 +86,31 @@ class Split:
     def end(self) -> None:
         """Ends a forward.
 
-        :raises RequestError: an attention call is missing: it ran on the tokens of this rank alone, or not at all.
+        :raises RequestError: an attention call is missing.
         """
         self.active, self.inputs, whole = False, {}, self.shares.whole
         self.shares.end()
-        if self._calls != self._due and not whole:
+        if not whole:
+            self.calls.end()
+
+    def common(self, query: torch.Tensor, key: torch.Tensor) -> tuple[int, bool]:
+        """How many keys of a call every rank has, and whether they are behind the others."""
+        of = self.plan.common_behind
+        if of is None:
+            return (key.shape[1] - query.shape[1] if self.plan.common_keys else 0), False
+        first, end = self.shares.own(self.shares.totals.get(of, 0))
+        return key.shape[1] - (end - first), True
+
+    def begin_call(self) -> int:
+        """The number of the call of split attention that begins.
+
+        :raises RequestError: outside of a forward, or one too many.
+        """
+        if not self.active:
             raise RequestError(
-                f"{self.name} made {self._calls} calls of split attention in a forward, its plan has {self._due}: call parallelize "
-                "again after a change of attention processors, and name in plan.attention the modules whose keys are split"
+                f"an attention call of {self.name} outside its forward: call the transformer itself, on which parallelize was called"
             )
+        return self.calls.next()
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """``x`` of all ranks, joined along ``dim`` by rank; the same on each rank. Its gradient is as that of :func:`gather`."""
@@ -117,17 +129,8 @@ class Split:
         """
         if self.shares.whole:
             return alone(q, k, v, mask, scale)
-        if not self.active:
-            raise RequestError(
-                f"an attention call of {self.name} outside its forward: call the transformer itself, on which parallelize was called"
-            )
-        self._calls += 1
-        if self._calls > self._due:
-            raise RequestError(
-                f"{self.name} makes more than the {self._due} calls of split attention that its plan has in a forward: name in "
-                "plan.attention the modules whose keys are split, and unload adapters that attend to other tokens"
-            )
-        label = f"{self.place()}, attention {self._calls}"
+        call = self.begin_call()
+        label = f"{self.place()}, attention {call}"
         out_dim = v.shape[-1]
         states = same_dim(self.group, q, k, v)
         run = functools.partial(self.group.attend, *states, layout="bshd", scale=scale, lse_pair=True, **self.shares.execution)
@@ -135,7 +138,7 @@ class Split:
         with self.shares.attending(q, k):
             if mask is None:
                 o, lse = run(label=label)
-            elif mask.shape[2] == 1:
+            elif of_keys(mask, k):
                 o, lse, number = self._attend_masked(run, mask.detach().to("cpu"), q.dtype, label)
             elif mask.shape[3] != k.shape[1] or self.group.size == 1:
                 o, lse = run(label=label, bias=rows_of(mask, q.dtype))
@@ -144,7 +147,7 @@ class Split:
                     f"{self.name} has a mask of {mask.shape[2]} queries by the {mask.shape[3]} keys of this rank: such rows need the keys of "
                     "all ranks; use a key mask [batch, 1, 1, keys]"
                 )
-        return o[..., :out_dim].contiguous(), lse, torch.tensor([self._forward, self._calls, number])
+        return o[..., :out_dim].contiguous(), lse, torch.tensor([self._forward, call, number])
 
     def backward(
         self,
@@ -166,7 +169,7 @@ class Split:
         widths = [x.shape[-1] for x in (q, k, v)]
         options: dict[str, Any] = {"label": label, "layout": "bshd", "scale": scale}
         options |= {**self.shares.execution, "bias_gradient": of_mask}
-        if mask is not None and mask.shape[2] == 1:
+        if mask is not None and of_keys(mask, k):
             whole = next((item[2] for item in self._masks if item[0] == number), None)
             if whole is None:
                 # It was not kept, on no rank.
@@ -181,7 +184,7 @@ class Split:
         gradients = [gradient[..., :width].contiguous() for gradient, width in widened]
         if not of_mask or mask is None:
             return gradients, None
-        if mask.shape[2] > 1:
+        if not of_keys(mask, k):
             return gradients, found.d_bias.transpose(1, 2)
         # Of the keys of all ranks, one part from the queries of each rank: their sum, of the keys of this rank.
         part = found.d_bias if found.d_bias.dim() == 3 else found.d_bias[:, None]
@@ -195,15 +198,15 @@ class Split:
     def repeated(self, place: tuple[Any, ...]) -> Iterator[None]:
         """A block that computes a part of a forward again, from :meth:`position` on."""
         before = (*self.position(), self.active)
-        self._forward, self._calls, self.shares.now, self.shares.totals, self.active = *place, True
+        self._forward, self.calls.made, self.shares.now, self.shares.totals, self.active = *place, True
         try:
             yield
         finally:
-            self._forward, self._calls, self.shares.now, self.shares.totals, self.active = before
+            self._forward, self.calls.made, self.shares.now, self.shares.totals, self.active = before
 
     def position(self) -> tuple[Any, ...]:
         """The forward, its calls so far, its shares, and what it has split."""
-        return self._forward, self._calls, self.shares.now, self.shares.totals
+        return self._forward, self.calls.made, self.shares.now, self.shares.totals
 
     def _attend_masked(
         self, run: Callable[..., Any], mask: torch.Tensor, dtype: torch.dtype, label: str
@@ -268,23 +271,20 @@ def attention(
     asked = sorted(name for name, given in others.items() if given not in (None, False))
     if dropout_p or is_causal or asked:
         what = "dropout" if dropout_p else "is_causal" if is_causal else ", ".join(asked)
-        raise _refused(
-            split, f"attends with {what}, but split attention has none of it: remove the option that asks for it"
-        )
+        raise _refused(split, f"attends with {what}, but split attention has none of it: remove the option that asks for it")
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if attn_mask is not None and attn_mask.dim() == 2:
-        if tuple(attn_mask.shape) != (query.shape[0], key.shape[1]):
-            raise _refused(
-                split,
-                f"has a mask of shape {list(attn_mask.shape)} for {query.shape[0]} batch entries of {key.shape[1]} keys on this rank: "
-                "use a key mask [batch, keys]",
-            )
+    if attn_mask is not None and attn_mask.dim() == 2 and tuple(attn_mask.shape) != (query.shape[0], key.shape[1]):
+        what = f"has a mask of shape {list(attn_mask.shape)} for {query.shape[0]} batch entries of {key.shape[1]} keys on this rank"
+        raise _refused(split, f"{what}: use a key mask [batch, keys]")
     attn_mask = None if attn_mask is None else four_axes(attn_mask, split.plan.rows_alike)
-    if split.plan.common_keys:
-        key, value = (own_keys(split.group, x, x.shape[1] - query.shape[1]) for x in (key, value))
+    common, behind = split.common(query, key)
+    if common:
+        if attn_mask is not None:
+            attn_mask = own_keys(split.group, attn_mask.movedim(3, 1), common, behind).movedim(1, 3)
+        key, value = (own_keys(split.group, x, common, behind) for x in (key, value))
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     return torch.ops.kyklos.diffusers_attention(query, key, value, attn_mask, float(scale), split.number)[0]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,35 +20,27 @@ from .._errors import RequestError
 from .._group import Group
 from .._models.telling import told
 from ._attention import Split
-from ._plan import Count, Joined
+from ._plan import Count, Extent, Grid, Joined
 from ._ways.shares import Shares
 
 # The attribute with the function that computes a block again in backward().
 _CHECKPOINT = "_gradient_checkpointing_func"
 
 
-def bounds(total: int, shares: Sequence[int]) -> list[int]:
-    """Positions at which ``total`` tokens are cut: rank r has those from ``bounds[r]`` to ``bounds[r + 1]``. Each rank has at
-    least one."""
-    size, whole, sum_ = len(shares), sum(shares), 0
-    cuts = [0]
-    for rank, share in enumerate(shares):
-        sum_ += share
-        cut = (2 * total * sum_ + whole) // (2 * whole)
-        cuts.append(max(min(cut, total - (size - 1 - rank)), cuts[-1] + 1))
-    return cuts
-
-
 class Splitter:
     """This rank's part of tensors."""
 
-    def __init__(self, group: Group, shares: Shares, whole: frozenset[str]) -> None:
-        self.group, self.shares, self.whole = group, shares, whole
+    def __init__(
+        self, group: Group, shares: Shares, whole: frozenset[str], gather: Callable[..., torch.Tensor] | None = None
+    ) -> None:
+        self.group, self.shares, self.whole, self.gather = group, shares, whole, gather
 
-    def part(self, x: torch.Tensor, how: ContextParallelInput | Joined, name: str) -> torch.Tensor:
-        """The tokens of this rank along ``how.split_dim``, a view; of a joined input a copy."""
+    def part(self, x: torch.Tensor, how: ContextParallelInput | Joined | Grid, name: str) -> torch.Tensor:
+        """The tokens of this rank along ``how.split_dim``, a view; of a joined input a copy; of a grid the rows that they need."""
         if isinstance(how, Joined):
             return self._joined(x, how, name)
+        if isinstance(how, Grid):
+            return self._near(x, how, name)
         if how.expected_dims is not None and x.dim() != how.expected_dims:
             if name in self.whole and x.dim() < how.expected_dims:
                 return x
@@ -60,6 +53,40 @@ class Splitter:
         self.shares.totals[name] = self._enough(total, name)
         return self._own(x, how.split_dim, total)
 
+    def cells(self, x: torch.Tensor, how: Grid, name: str) -> torch.Tensor:
+        """Of an output of the rows that :meth:`part` has chosen, the tokens of this rank."""
+        first, end, own = self._rows(name)
+        row, dim = math.prod(self.shares.extents[1:]), how.dims[0]
+        if x.shape[dim] != end - first:
+            raise RequestError(f"{name} has {x.shape[dim]} rows of a grid, of {end - first}: mend the plan")
+        flat = x.flatten(dim, how.dims[-1]).narrow(dim, own[0] - first * row, own[1] - own[0])
+        return flat.unflatten(dim, (own[1] - own[0], *[1] * (len(how.dims) - 1)))
+
+    def _near(self, x: torch.Tensor, how: Grid, name: str) -> torch.Tensor:
+        """The rows of this rank's tokens and those beside them."""
+        first, end, _ = self._rows(name)
+        if self.gather is None:
+            raise RequestError(f"{name} is a grid within a list or dict: mend the plan")
+        dim = how.dims[0]
+        whole = self.gather(x.flatten(dim, how.dims[-1]), dim).unflatten(dim, self.shares.extents)
+        return whole.narrow(dim, first, end - first).contiguous()
+
+    def _rows(self, name: str) -> tuple[int, int, tuple[int, int]]:
+        """The first row that is near the tokens of this rank, the one behind the last, and these tokens."""
+        if len(self.shares.extents) < 2:
+            raise RequestError(f"{name} is a grid, of which no input of its plan is an extent: mend the plan")
+        row = math.prod(self.shares.extents[1:])
+        own = self.shares.own(self.shares.extents[0] * row)
+        return max(0, own[0] // row - 1), min(self.shares.extents[0], (own[1] - 1) // row + 2), own
+
+    def extent(self, value: int, how: Extent, name: str) -> int:
+        """That of the grid of this rank's tokens. Axes come in their order."""
+        self.shares.extents = [*self.shares.extents[: how.axis], value]
+        if how.axis:
+            return 1
+        first, end = self.shares.own(self.shares.totals.get(how.tokens, 0))
+        return end - first
+
     def _joined(self, x: torch.Tensor, how: Joined, name: str) -> torch.Tensor:
         if x.shape[how.dim] == 1 and how.keys is None:
             return x
@@ -67,8 +94,8 @@ class Splitter:
         if how.keys is not None and x.shape[how.keys] != sum(lengths):
             raise RequestError(f"{name} has {x.shape[how.keys]} keys for {sum(lengths)} tokens: mend the plan")
         times = x.shape[how.dim] // max(1, sum(lengths))
-        parts = [part for part in x.split(lengths * times, how.dim) if part.shape[how.dim]]
-        own = torch.cat([self._own(part, how.dim, self._enough(part.shape[how.dim], name)) for part in parts], how.dim)
+        parts = list(zip(how.parts * times, x.split(lengths * times, how.dim), strict=True))
+        own = torch.cat([x if how.whole and of is None else self._own(x, how.dim, self._enough(x.shape[how.dim], name)) for of, x in parts], how.dim)
         return own if how.keys is None else own.index_select(how.keys, self._order(lengths).to(x.device))
 
     def _lengths(self, total: int, how: Joined, name: str) -> list[int]:
@@ -86,25 +113,26 @@ class Splitter:
     def _order(self, totals: Sequence[int]) -> torch.Tensor:
         """Positions of joined tokens in the order of the ranks: the parts of rank 0, those of rank 1, and so on."""
         starts = itertools.accumulate(totals, initial=0)
-        cuts = [[start + cut for cut in bounds(total, self.shares.now)] for start, total in zip(starts, totals, strict=False)]
+        cuts = [[start + cut for cut in self.shares.cuts(total)] for start, total in zip(starts, totals, strict=False)]
         return torch.cat([torch.arange(cut[rank], cut[rank + 1]) for rank in range(self.group.size) for cut in cuts])
 
     def count(self, total: int, name: str) -> int:
         """The tokens of this rank of ``total``."""
         self.shares.totals[name] = self._enough(total, name)
-        cuts = bounds(total, self.shares.now)
-        return cuts[self.group.rank + 1] - cuts[self.group.rank]
+        first, end = self.shares.own(total)
+        return end - first
 
     def _enough(self, total: int, name: str) -> int:
-        if total < self.group.size:
+        least = self.shares.least
+        if 0 < total < self.group.size * least:
             raise RequestError(
-                f"{name} has {total} tokens for {self.group.size} ranks, and each needs one: use fewer ranks, or a longer input"
+                f"{name} has {total} tokens for {self.group.size} ranks, and each needs {least}: use fewer ranks, or a longer input"
             )
         return total
 
     def _own(self, x: torch.Tensor, dim: int, total: int) -> torch.Tensor:
-        cuts = bounds(total, self.shares.now)
-        return x.narrow(dim, cuts[self.group.rank], cuts[self.group.rank + 1] - cuts[self.group.rank])
+        first, end = self.shares.own(total)
+        return x.narrow(dim, first, end - first)
 
     def parts(self, x: Any, how: Any, name: str) -> Any:
         """Of a tensor, of the tensors of a list or dict, or of a number of tokens. Anything else, such as ``None``, stays; so does what has no
@@ -121,6 +149,8 @@ class Splitter:
             return type(x)(self.parts(item, h, name) for item, h in zip(x, each, strict=True))
         if isinstance(how, Count):
             return self.count(x, name)
+        if isinstance(how, Extent):
+            return self.extent(x, how, name)
         if how is None or not isinstance(x, torch.Tensor):
             return x
         return self.part(x, how, name)
@@ -177,7 +207,8 @@ def _split_outputs(splitter: Splitter, outputs: dict[int, Any], module: torch.nn
     name = type(module).__name__
     with told(splitter.group):
         if isinstance(output, torch.Tensor):
-            return splitter.part(output, outputs[0], f"the output of {name}")
+            part = splitter.cells if isinstance(outputs[0], Grid) else splitter.part
+            return part(output, outputs[0], f"the output of {name}")
         values = list(output)
         for index, how in outputs.items():
             if index >= len(values):

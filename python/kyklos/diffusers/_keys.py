@@ -15,9 +15,13 @@ def same_dim(group: Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in states)
 
 
-def own_keys(group: Group, x: torch.Tensor, common: int) -> torch.Tensor:
-    """Keys or values ``[batch, tokens, ...]`` with an equal part of the first ``common``, which every rank has, so that each counts once."""
+def own_keys(group: Group, x: torch.Tensor, common: int, behind: bool = False) -> torch.Tensor:
+    """Keys or values ``[batch, tokens, ...]`` with an equal part of the first ``common``, or of the last ones, which every rank has, so that each
+    counts once."""
     first, end = (common * rank // group.size for rank in (group.rank, group.rank + 1))
+    if behind:
+        own = x.shape[1] - common
+        return torch.cat([x[:, :own], x[:, own + first : own + end]], 1)
     return torch.cat([x[:, first:end], x[:, common:]], 1)
 
 

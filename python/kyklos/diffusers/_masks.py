@@ -18,6 +18,11 @@ def four_axes(mask: torch.Tensor, rows_alike: bool) -> torch.Tensor:
     return mask[:, :, :1] if rows_alike else mask
 
 
+def of_keys(mask: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether a mask of four axes is of this rank's keys ``[batch, tokens, ...]``, for all queries. One of its only query is of all keys."""
+    return mask.shape[2] == 1 and mask.shape[3] == k.shape[1]
+
+
 def gather_mask(group: Group, mask: torch.Tensor, label: str) -> torch.Tensor:
     """``[batch or 1, keys of all ranks]`` in the order of the ranks, which is how the engine numbers tokens here; with the
     heads between if there are several."""

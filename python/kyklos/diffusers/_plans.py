@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from .._errors import RequestError
+from ._calls import Calls
 from ._known import KNOWN
 from ._plan import Known, SplitPlan
 
@@ -50,11 +52,11 @@ def choose(transformer: torch.nn.Module, plan: SplitPlan | Mapping[str, Any] | N
     return known
 
 
-def split_attention_modules(transformer: torch.nn.Module, plan: SplitPlan) -> list[torch.nn.Module]:
-    """The attention modules that ``plan.attention`` names, in the order of the model."""
+def split_attention_modules(transformer: torch.nn.Module, plan: SplitPlan) -> dict[str, torch.nn.Module]:
+    """The attention modules that ``plan.attention`` and ``plan.sums`` name, in the order of the model."""
     modules = attention_modules(transformer)
     chosen = {name: module for name, module in modules.items() if _is_named(name, plan)}
-    for pattern in plan.attention:
+    for pattern in (*plan.attention, *plan.sums):
         if not fnmatch.filter(modules, pattern):
             raise RequestError(
                 f"no attention module of {type(transformer).__name__} matches {pattern!r}, it has {_some(modules)}: mend plan.attention"
@@ -66,11 +68,26 @@ def split_attention_modules(transformer: torch.nn.Module, plan: SplitPlan) -> li
                 f"{name} and {others[id(module.processor)]} share one processor, but only the keys of the first are split: "
                 "give each module a processor of its own"
             )
-    return list(chosen.values())
+    return chosen
+
+
+def sums_of(place: str, plan: SplitPlan) -> tuple[Any, ...]:
+    """The functions of a module of linear attention whose first results are sums over tokens."""
+    return next((functions for pattern, functions in plan.sums.items() if fnmatch.fnmatchcase(place, pattern)), ())
+
+
+def calls(name: str, modules: Iterable[str], plan: SplitPlan) -> Calls:
+    """Those that a forward makes with these modules of split attention."""
+    counts: Counter[str | None] = Counter()
+    for place in modules:
+        where = next((given for pattern, given in plan.where_given.items() if fnmatch.fnmatchcase(place, pattern)), None)
+        counts[where] += len(sums_of(place, plan)) or 1
+    always = counts.pop(None, 0)
+    return Calls(name, always, {where: count for where, count in counts.items() if where is not None}, plan.each_entry)
 
 
 def _is_named(place: str, plan: SplitPlan) -> bool:
-    return any(fnmatch.fnmatchcase(place, pattern) for pattern in plan.attention)
+    return any(fnmatch.fnmatchcase(place, pattern) for pattern in (*plan.attention, *plan.sums))
 
 
 def find(transformer: torch.nn.Module, pattern: str) -> list[torch.nn.Module]:

@@ -152,16 +152,16 @@ class Forward:
         return without_backward(run, _FEW_TOKENS if layer is None else _CACHED, query, key, value)
 
     def _bias(self, name: str, bias: torch.Tensor | None, call: dict[str, Any], dtype: torch.dtype) -> torch.Tensor | None:
-        """A bias ``[batch or 1, heads, own tokens, tokens]`` where the group reads it; also with the holes of the padding, since a call
-        takes one of both."""
+        """The bias of a call, which may have gradients. A bias of positions ``[batch or 1, heads, own tokens, tokens]`` also has the holes of the
+        padding, since a call takes one of both."""
         if bias is None:
-            return None
+            return call.pop("bias", None)
         if bias.shape[2:] != (self.own, self.tokens):
             raise RequestError(
                 f"attention at {name} has a bias of shape {tuple(bias.shape)} for {self.own} queries of this rank and {self.tokens} keys of all "
                 "ranks: run this model on one rank"
             )
-        holes = call.pop("key_bias")
+        holes = call.pop("key_bias", None)
         if holes is not None:
             bias = bias.masked_fill(~holes.to(bias.device)[:, None, None], -torch.inf)
         return readable_bias(self.group, bias.transpose(1, 2).to(dtype).contiguous())

@@ -12,7 +12,8 @@ import kyklos
 import kyklos.diffusers
 from kyklos import _rows
 from kyklos.diffusers import _attention, _hooks, parallelize
-from kyklos.diffusers._ways.shares import Shares
+from kyklos.diffusers._calls import Calls
+from kyklos.diffusers._ways.shares import Shares, bounds
 
 
 @pytest.mark.parametrize("name", tiny.CASES)
@@ -111,7 +112,7 @@ def test_attention_to_local_keys_is_far_outside_the_tolerance_and_refused(monkey
         model = models[group.rank]
         with parallelize(model, group) as handle:
             model.transformer_blocks[0].attn.set_processor(FluxAttnProcessor())
-            handle._split.expected = expected
+            handle._split.calls.always = expected
             return tiny.call(model, made.inputs)
 
     text = all_raise(2, lambda group: run(group, 4), "call parallelize again")
@@ -235,7 +236,7 @@ def test_masks_are_gathered_once_and_again_only_where_a_rank_has_new_ones():
             return attend(*args, **options)
 
         group.attend = noted
-        state = _attention.Split(group, "Model", Shares(group, None, {}), 99)
+        state = _attention.Split(group, "Model", Shares(group, None, {}), Calls("Model", 99))
         _attention.register(state)
         state.active = True
         outputs = []
@@ -271,11 +272,11 @@ def test_gathering_returns_the_bits():
 
 
 def test_shares_of_tokens():
-    assert _hooks.bounds(73, (1, 1, 1)) == [0, 24, 49, 73]
-    assert _hooks.bounds(10, (3, 7)) == [0, 3, 10]
-    assert _hooks.bounds(20, (1, 1000)) == [0, 1, 20]
-    assert _hooks.bounds(20, (1000, 1, 1)) == [0, 18, 19, 20]
-    assert _hooks.bounds(3, (1000, 1, 1)) == [0, 1, 2, 3]
+    assert bounds(73, (1, 1, 1)) == [0, 24, 49, 73]
+    assert bounds(10, (3, 7)) == [0, 3, 10]
+    assert bounds(20, (1, 1000)) == [0, 1, 20]
+    assert bounds(20, (1000, 1, 1)) == [0, 18, 19, 20]
+    assert bounds(3, (1000, 1, 1)) == [0, 1, 2, 3]
     for total in range(4, 60):
-        cuts = _hooks.bounds(total, (5, 1, 90, 1))
+        cuts = bounds(total, (5, 1, 90, 1))
         assert cuts[0] == 0 and cuts[-1] == total and all(a < b for a, b in zip(cuts, cuts[1:], strict=False))

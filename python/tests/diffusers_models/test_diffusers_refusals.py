@@ -11,6 +11,7 @@ from split_models import all_raise, case
 import kyklos
 import kyklos.diffusers
 from kyklos.diffusers import SplitPlan, _attention, parallelize
+from kyklos.diffusers._calls import Calls
 from kyklos.diffusers._ways.shares import Shares
 
 
@@ -19,11 +20,10 @@ class Other(FluxAttnProcessor):
 
 
 def _without_a_plan():
-    """Sana has convolutions and linear attention between its tokens, a prior has few tokens and a causal mask."""
+    """Lumina 1 scales its attention by the number of tokens that it sees, a prior has few tokens and a causal mask."""
     make = {}
-    make["SanaTransformer2DModel"] = lambda: diffusers.SanaTransformer2DModel(
-        sample_size=8, patch_size=1, in_channels=4, out_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
-        num_cross_attention_heads=2, cross_attention_head_dim=8, cross_attention_dim=16, caption_channels=8,
+    make["LuminaNextDiT2DModel"] = lambda: diffusers.LuminaNextDiT2DModel(
+        sample_size=8, in_channels=4, hidden_size=16, num_layers=1, num_attention_heads=2, num_kv_heads=2, cross_attention_dim=8, multiple_of=8
     )  # fmt: skip
     make["PriorTransformer"] = lambda: diffusers.PriorTransformer(
         num_attention_heads=2, attention_head_dim=8, num_layers=1, embedding_dim=8, num_embeddings=7, additional_embeddings=4
@@ -183,7 +183,7 @@ def test_rows_of_a_mask_over_the_keys_of_all_ranks():
 
     def run(group):
         own = slice(0, 17) if group.rank == 0 else slice(17, 30)
-        state = _attention.Split(group, "Model", Shares(group, None, {}), 9)
+        state = _attention.Split(group, "Model", Shares(group, None, {}), Calls("Model", 9))
         state.active = True
         return state.attend(q[:, own], k[:, own], v[:, own], mask[:, :, own], 0.25)[0]
 

@@ -11,6 +11,7 @@ from split_models import case
 import kyklos
 import kyklos.torch
 from kyklos.diffusers import _attention, parallelize
+from kyklos.diffusers._calls import Calls
 from kyklos.diffusers._ways.shares import Shares
 
 
@@ -153,7 +154,7 @@ def test_a_mask_has_its_gradient(shape, compiled, monkeypatch):
     def run(group):
         own = slice(0, 17) if group.rank == 0 else slice(17, 30)
         part = (mask[..., own] if of_keys else mask[..., own, :]).clone().requires_grad_()
-        split = _attention.Split(group, "Model", Shares(group, (17, 13), {}), 1)
+        split = _attention.Split(group, "Model", Shares(group, (17, 13), {}), Calls("Model", 1))
         _attention.register(split)
         call = lambda part: _attention.attention(split, q[:, own], k[:, own], v[:, own], part)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .._plan import Known
-from . import cog, cosmos, dit, flux, hunyuan, kandinsky, ltx, lumina, qwen, sd3, video, wan
+from . import audio, cog, cosmos, dit, flux, hunyuan, kandinsky, ltx, lumina, mmdit, sana, video, wan
 
-_FAMILIES = (wan, flux, qwen, ltx, sd3, cog, hunyuan, lumina, kandinsky, dit, video, cosmos)
+_FAMILIES = (wan, flux, mmdit, ltx, cog, hunyuan, lumina, kandinsky, dit, sana, video, cosmos, audio)
 KNOWN: dict[str, Known] = {name: known for family in _FAMILIES for name, known in family.KNOWN.items()}

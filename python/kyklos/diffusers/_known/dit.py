@@ -1,9 +1,9 @@
-"""PixArt and others like DiT: self-attention of the picture or video, cross-attention to a prompt that stays whole."""
+"""DiT, PixArt and others like them: self-attention of the picture or video, cross-attention to a prompt that stays whole."""
 
 from __future__ import annotations
 
 from .._plan import Joined, Known, SplitPlan
-from .parts import OUT, tokens
+from .parts import OUT, gathered, tokens
 
 _SELF_ATTENTION = ("transformer_blocks.*.attn1",)
 # Of a mask for the keys, [batch, 1, tokens], which the blocks get.
@@ -42,6 +42,8 @@ KNOWN = {
                 **OUT,
             },
             attention=_SELF_ATTENTION,
+            # Its blocks drop an axis of tokens that has one.
+            least=2,
         ),
         frozenset({"AllegroAttnProcessor2_0"}),
     ),
@@ -56,5 +58,26 @@ KNOWN = {
             attention=_SELF_ATTENTION,
         ),
         frozenset({"AttnProcessor2_0"}),
+    ),
+    "DiTTransformer2DModel": Known(
+        SplitPlan(
+            {"transformer_blocks.0": {"hidden_states": tokens(3)}, "proj_out_2": gathered()},
+            attention=_SELF_ATTENTION,
+        ),
+        frozenset({"AttnProcessor2_0"}),
+    ),
+    # The keys of the prompt are before those of the picture.
+    "PRXTransformer2DModel": Known(
+        SplitPlan(
+            {
+                "blocks.0": {"hidden_states": tokens(3)},
+                # Rotations, [batch, 1, tokens, pairs, 2, 2].
+                "blocks.*": {"image_rotary_emb": tokens(6, 2)},
+                "final_layer": gathered(),
+            },
+            attention=("blocks.*.attention",),
+            common_keys=True,
+        ),
+        frozenset({"PRXAttnProcessor2_0"}),
     ),
 }

@@ -1,9 +1,9 @@
-"""HunyuanVideo, its version 1.5, and HunyuanImage."""
+"""HunyuanVideo with Framepack, its version 1.5, and HunyuanImage."""
 
 from __future__ import annotations
 
 from .._plan import Joined, Known, SplitPlan
-from .parts import BOTH, OUT, rope, tokens
+from .parts import BOTH, OUT, cos_sin, gathered, rope, tokens
 
 _MASK = {"attention_mask": Joined(-1, ("hidden_states", "encoder_hidden_states"))}
 # The refiner of the prompt in front of the blocks sees all of it, and so does what makes the mask.
@@ -43,4 +43,17 @@ KNOWN = {
         frozenset({"HunyuanVideo15AttnProcessor2_0"}),
     ),
     "HunyuanImageTransformer2DModel": Known(_PLAN, frozenset({"HunyuanImageAttnProcessor"})),
+    # The history is before the new frames, which are taken by their number after the last block.
+    "HunyuanVideoFramepackTransformer3DModel": Known(
+        SplitPlan(
+            {
+                "transformer_blocks.0": BOTH,
+                "transformer_blocks.*": {**_MASK, "freqs_cis": cos_sin(2, 0)},
+                "single_transformer_blocks.*": {**_MASK, "image_rotary_emb": cos_sin(2, 0)},
+                "single_transformer_blocks.-1": (gathered(), None),
+            },
+            attention=_PLAN.attention,
+        ),
+        frozenset({"HunyuanVideoAttnProcessor2_0"}),
+    ),
 }

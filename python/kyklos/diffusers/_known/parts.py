@@ -26,6 +26,11 @@ def gathered(axes: int = 3) -> Output:
     return Output(gather_dim=1, expected_dims=axes)
 
 
+def cos_sin(axes: int, dim: int) -> tuple[Input, Input]:
+    """An input that is a pair of rotary factors."""
+    return (tokens(axes, dim), tokens(axes, dim))
+
+
 #: The inputs of the first block, from prompt and picture that lie in two tensors.
 BOTH = {"hidden_states": tokens(3), "encoder_hidden_states": tokens(3)}
 #: The output of the usual last module.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diffusers.models._modeling_parallel import ContextParallelOutput as Output
 
 from .._plan import Known, SplitPlan
-from .parts import OUT, PER_TOKEN_TIME, gathered, rope, tokens
+from .parts import OUT, PER_TOKEN_TIME, Input, gathered, rope, tokens
 
 # The prompt stays whole in cross-attention: every rank has all its keys, so these calls are local and need no mask of others.
 _WAN = Known(
@@ -63,5 +63,17 @@ KNOWN = {
             attention=("blocks.*.attn1",),
         ),
         frozenset({"WanAttnProcessor"}),
+    ),
+    # Each frame has a time, also after the last block.
+    "AnyFlowTransformer3DModel": Known(
+        SplitPlan(
+            {
+                "blocks.0": {"hidden_states": tokens(3)},
+                "blocks.*": {"temb": tokens(4), "rotary_emb": Input(split_dim=2, expected_dims=4)},
+                "blocks.-1": gathered(),
+            },
+            attention=("blocks.*.attn1",),
+        ),
+        frozenset({"AnyFlowAttnProcessor"}),
     ),
 }

@@ -12,9 +12,8 @@ from ..._group import Group
 from ..._models.agreement import Passes
 from ..._models.telling import told
 from ..._rows import without_backward
-from .._hooks import bounds
 from .._inputs import compare
-from .._shares import _whole
+from .._ways.shares import bounds, whole_numbers
 from .band import ALONE, Band
 from .layers import Layers
 
@@ -35,7 +34,7 @@ class Split:
     def __init__(self, group: Group, name: str, shares: Sequence[float]) -> None:
         self.group, self.name = group, name
         self.passes = Passes(group)
-        self._shares = _whole(shares)
+        self._shares = whole_numbers(shares)
         #: The methods that are computed in parts. The rows of their inputs are cut at multiples of these.
         self.units: dict[str, int] = {}
 

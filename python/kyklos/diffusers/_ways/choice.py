@@ -124,8 +124,8 @@ class Ways(Shares):
     :param wholes: whether single ranks can compute forwards whole.
     """
 
-    def __init__(self, group: Group, execution: dict[str, Any], wholes: bool) -> None:
-        super().__init__(group, None, execution)
+    def __init__(self, group: Group, execution: dict[str, Any], wholes: bool, least: int = 1) -> None:
+        super().__init__(group, None, execution, least)
         self._wholes = wholes
         self.default = Way("equal shares", self.now, execution)
         #: How the forward that runs is computed, and what the last one was.

@@ -21,24 +21,41 @@ MEASURED = 3
 USUAL_TOKENS = 4096
 
 
+def bounds(total: int, shares: Sequence[int], least: int = 1) -> list[int]:
+    """Positions at which ``total`` tokens are cut: rank r has those from ``bounds[r]`` to ``bounds[r + 1]``. Each rank has ``least`` of them or
+    more, unless there are none."""
+    size, whole, sum_ = len(shares), sum(shares), 0
+    if total == 0:
+        return [0] * (size + 1)
+    cuts = [0]
+    for rank, share in enumerate(shares):
+        sum_ += share
+        cut = (2 * total * sum_ + whole) // (2 * whole)
+        cuts.append(max(min(cut, total - least * (size - 1 - rank)), cuts[-1] + least))
+    return cuts
+
+
 class Shares:
     """The tokens of the ranks, relative to each other, and how attention runs. All ranks change them before the same forward.
 
     :param execution: options of :meth:`Group.attend`.
+    :param least: the fewest tokens of a rank.
     """
 
     #: Whether the forward that runs is not split: single ranks compute it, or entries of it, whole.
     whole = False
 
-    def __init__(self, group: Group, given: str | Sequence[float] | None, execution: dict[str, Any]) -> None:
-        self.group, self.execution = group, execution
+    def __init__(self, group: Group, given: str | Sequence[float] | None, execution: dict[str, Any], least: int = 1) -> None:
+        self.group, self.execution, self.least = group, execution, least
         #: In the forward that runs, or in the next one.
-        self.now = _whole(checked_shares(given, group.size))
+        self.now = whole_numbers(checked_shares(given, group.size))
         #: Tokens of all ranks of the inputs that the forward has split so far, by name.
         self.totals: dict[str, int] = {}
+        #: Those of the grid of these tokens.
+        self.extents: list[int] = []
         #: Whether forwards are timed: shares are by pace.
         self._measures = isinstance(given, str) and given == "auto"
-        self._has_ring = has_ring(group, execution)
+        self._has_ring = self._measures and has_ring(group, execution)
         self._times = Stopwatch()
         self._pace: Pace | None = None
         #: The shapes of the inputs of the last forward, and the shares that were chosen for some.
@@ -52,6 +69,15 @@ class Shares:
         # Labels have at most 128 bytes.
         parts = ":".join(map(str, self.now))
         return parts if len(parts) <= 24 else format(zlib.crc32(parts.encode()), "x")
+
+    def cuts(self, total: int) -> list[int]:
+        """:func:`bounds` of so many tokens."""
+        return bounds(total, self.now, self.least)
+
+    def own(self, total: int) -> tuple[int, int]:
+        """The first token of this rank, of so many of all ranks, and the one behind its last."""
+        cuts = self.cuts(total)
+        return cuts[self.group.rank], cuts[self.group.rank + 1]
 
     def begin(self, passes: Passes, number: int, inputs: dict[str, Any]) -> None:
         """A forward with this number begins, on all ranks. Shares by pace change here."""
@@ -112,7 +138,7 @@ class Shares:
         return self.group.speeds(USUAL_TOKENS, **calls.kind)
 
 
-def _whole(shares: Sequence[float]) -> tuple[int, ...]:
+def whole_numbers(shares: Sequence[float]) -> tuple[int, ...]:
     """Whole numbers in the proportion of ``shares``."""
     if all(share.is_integer() for share in shares):
         return tuple(int(share) for share in shares)

@@ -5,7 +5,11 @@ import functools
 
 import pytest
 import test_diffusers_training as training
+import tiny_audio
+import tiny_frames
 import tiny_joint
+import tiny_linear
+import tiny_pictures
 import tiny_single
 import tiny_transformers as tiny
 import tiny_video
@@ -13,7 +17,8 @@ from split_models import split
 
 from kyklos.diffusers._known import KNOWN
 
-CASES = {**tiny_joint.CASES, **tiny_single.CASES, **tiny_video.CASES}
+_MODULES = (tiny_joint, tiny_single, tiny_video, tiny_frames, tiny_pictures, tiny_audio, tiny_linear)
+CASES = {name: make for module in _MODULES for name, make in module.CASES.items()}
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from kyklos.diffusers import Count, Joined, SplitPlan, _attention, _hooks, paral
 from kyklos.diffusers._known import KNOWN
 from kyklos.diffusers._known.parts import tokens
 from kyklos.diffusers._plans import find
+from kyklos.diffusers._ways.shares import Shares
 
 
 def changed(case, **modules):
@@ -59,7 +60,7 @@ def test_text_of_fewer_tokens_than_ranks_counts_once(text):
 
 def test_text_that_counts_on_each_rank_is_far_outside_the_tolerance(monkeypatch):
     case = tiny.CASES["Cosmos 3"]()
-    monkeypatch.setattr(_attention, "own_keys", lambda group, x, common: x)
+    monkeypatch.setattr(_attention, "own_keys", lambda group, x, *_: x)
     assert case.error(split(case)[0]) > 100 * case.tolerance
 
 
@@ -84,10 +85,7 @@ def test_a_joint_sequence_without_its_first_part():
     class Alone:
         rank, size = 0, 2
 
-    class Shares:
-        now, totals = (1, 1), {}
-
-    splitter = _hooks.Splitter(Alone(), Shares(), frozenset())
+    splitter = _hooks.Splitter(Alone(), Shares(Alone(), None, {}), frozenset())
     assert splitter.parts(7, Count(), "new") == 4
     x = torch.arange(7)[None]
     assert splitter.parts(x, Joined(1, (None, "new")), "x").tolist() == [[0, 1, 2, 3]]
