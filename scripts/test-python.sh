@@ -48,7 +48,7 @@ run() { (cd python/tests && OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cache
 run "${@}"
 [ $# = 0 ] || exit 0
 # The same calls, operator and models on PyTorch as a device; and the contract of backends, with an extension module that has its suite.
-KYKLOS_TEST_DEVICE=torch:cpu run test_attend.py test_arrays.py test_backward.py torch_operator transformers_models diffusers_models diffusers_families
+KYKLOS_TEST_DEVICE=torch:cpu run test_attend.py test_arrays.py test_backward.py torch_operator transformers_models transformers_families diffusers_models diffusers_families
 cargo build --release -p kyklos-python --features suite
 package=$(mktemp -d)
 trap 'rm -rf "$package"' EXIT

@@ -7,7 +7,7 @@ import pytest
 
 # Tests of both kinds of models import helpers from these folders. No folder has the name of a library: where the library is not
 # installed, Python would take the folder for it.
-sys.path += [str(Path(__file__).parent / folder) for folder in ("diffusers_models", "diffusers_families", "transformers_models")]
+sys.path += [str(Path(__file__).parent / folder) for folder in ("diffusers_models", "diffusers_families", "transformers_models", "transformers_families")]
 
 
 def pytest_configure(config):

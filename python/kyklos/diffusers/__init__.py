@@ -37,7 +37,7 @@ from ._plan import Count, Extent, Grid, Joined, Known, SplitPlan
 from ._plans import calls, choose, find, split_attention_modules, sums_of
 from ._timing import timed
 from ._vae import VaeHandle, split_vae
-from ._ways.choice import Ways
+from ._ways.choice import MOST_RANKS, Ways
 from ._ways.shares import Shares
 from ._ways.whole import Whole, run
 
@@ -181,7 +181,7 @@ def _parallelized(
     least = known.plan.least
     # Attention of compiled code makes masks and keys of the tokens of the rank.
     can_be_whole = not (known.plan.common_keys or known.plan.common_behind or known.plan.rows_alike)
-    chooses = chooses and not known.plan.sums
+    chooses = chooses and not known.plan.sums and 1 < group.size <= MOST_RANKS
     dealt = Ways(group, how, can_be_whole, least) if chooses else Shares(group, shares, how, least)
     split = _attention.Split(group, name, dealt, calls(name, modules, known.plan), known.plan)
     handle = Handle(transformer, split)

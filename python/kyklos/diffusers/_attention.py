@@ -150,13 +150,7 @@ class Split:
         return o[..., :out_dim].contiguous(), lse, torch.tensor([self._forward, call, number])
 
     def backward(
-        self,
-        d_o: torch.Tensor,
-        states: list[torch.Tensor],
-        mask: torch.Tensor | None,
-        of_mask: bool,
-        scale: float,
-        place: list[int],
+        self, d_o: torch.Tensor, states: list[torch.Tensor], mask: torch.Tensor | None, of_mask: bool, scale: float, place: list[int]
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """The gradients of q, k and v; and with ``of_mask`` that of the mask, of the queries of all ranks.
 

@@ -50,7 +50,8 @@ impl Session {
     ///
     /// let machines = on_threads(in_process_group(2), |group| {
     ///     let problem = AttentionProblem::new([1, 100, 4, 4, 32], Dtype::F32, Mask::full())?;
-    ///     Session::new(group, Device::cpu()).cluster(&problem)?.to_toml()
+    ///     let cluster = Session::new(group, Device::cpu()).cluster(&problem)?;
+    ///     Ok::<_, kyklos::Error>(cluster.to_toml()?)
     /// });
     /// let [first, second] = machines.try_into().expect("two ranks");
     /// assert_eq!(first?, second?);

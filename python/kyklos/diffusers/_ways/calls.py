@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ class Pairs:
         self.is_second = last is not None and not was_second and _of_one_step(last, inputs)
         if self.is_second:
             assert last is not None
-            self._pair, self.found = (last, inputs), True
+            self._pair, self.found = (last, _copied(inputs)), True
         elif last is not None and not was_second:
             self.found = False
-        self._last = inputs
+        # Pipelines may write to tensors that they have passed.
+        self._last = _copied(inputs)
 
     def second(self) -> Inputs | None:
-        """The inputs of the second call after this first one: those that differed between the last two calls stay, the others are those of
+        """Copies of the inputs of the second call after this first one: those that differed between the last two calls stay, the others are those of
         this call. Nothing if this call has another prompt than the last first one."""
         first = self._last
         if self.is_second or not self.found or first is None or self._pair is None or first.keys() != self._pair[0].keys():
@@ -47,6 +48,14 @@ class Pairs:
         return Pairs()
 
 
+def _copied(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.detach().clone()
+    if isinstance(x, (list, tuple)):
+        return _like(x, map(_copied, x))
+    return {key: _copied(value) for key, value in x.items()} if isinstance(x, dict) else x
+
+
 def _of_one_step(a: Inputs, b: Inputs) -> bool:
     """Whether latents, the first argument, and times are the same, and something else is not."""
     if a.keys() != b.keys():
@@ -59,7 +68,7 @@ def _of_one_step(a: Inputs, b: Inputs) -> bool:
 def same(a: Any, b: Any) -> bool:
     """Whether two arguments have the same values."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a is b or (a.dtype == b.dtype and a.device == b.device and a.shape == b.shape and bool(torch.equal(a, b)))
+        return a.dtype == b.dtype and a.device == b.device and a.shape == b.shape and bool(torch.equal(a, b))
     if isinstance(a, (list, tuple)) and type(a) is type(b):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -78,10 +87,15 @@ def entries_of(inputs: Inputs, first: int, end: int, batch: int) -> Inputs:
         if isinstance(x, list) and len(x) == batch and not all(isinstance(item, torch.Tensor) and item.shape[:1] == (batch,) for item in x):
             return x[first:end]
         if isinstance(x, (list, tuple)):
-            return type(x)(map(part, x))
+            return _like(x, map(part, x))
         return {key: part(value) for key, value in x.items()} if isinstance(x, dict) else x
 
     return {name: part(x) for name, x in inputs.items()}
+
+
+def _like(x: Any, items: Iterable[Any]) -> Any:
+    """A list or tuple of the type of ``x``."""
+    return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
 
 
 def tensors_of(x: Any) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,10 @@ class Trial:
         return "\n".join(lines)
 
 
+#: Links are measured between each two ranks.
+MOST_RANKS = 64
+
+
 class Ways(Shares):
     """Chooses how forwards without gradients run. The first ones, with equal shares and what sends the fewest bytes, measure the ranks, and
     the next ones try what promises to be fastest.
@@ -162,7 +167,7 @@ class Ways(Shares):
         self._times.begin()
 
     def end(self) -> None:
-        if self._measures:
+        if self._measures and (self.trial is None or not self.trial.is_over):
             self._times.end()
             self._has_ended = True
         self.whole = False
@@ -262,11 +267,13 @@ class Ways(Shares):
             than = f"{len(trial.estimates)} ways were compared"
         _log.info("a forward runs by %s in %.3g s: %s", chosen.way.name, seconds, than)
         if sum(entries > 0 for entries in chosen.way.entries) == 1:
-            warnings.warn(
-                f"{chosen.way.name} computes forwards in {seconds:.3g} s, {than}, and the other ranks wait: use longer inputs, a faster "
-                "network, or one rank",
-                stacklevel=2,
-            )
+            # Where warnings are errors, this one must not end a forward of one rank.
+            with contextlib.suppress(UserWarning):
+                warnings.warn(
+                    f"{chosen.way.name} computes forwards in {seconds:.3g} s, {than}, and the other ranks wait: use longer inputs, a faster "
+                    "network, or one rank",
+                    stacklevel=2,
+                )
 
 
 def _latents(inputs: dict[str, Any]) -> tuple[Any, ...]:

@@ -96,6 +96,30 @@ def test_the_calls_of_a_step_run_on_two_ranks_at_a_time():
     assert kyklos.run_local(2, work, device="cpu") == [3, 3]
 
 
+def test_prompts_in_one_buffer_are_exact():
+    """The second prompt is written over the first one."""
+    pair = with_guidance("Wan")
+    models = pair[0].copies(2)
+
+    def work(group):
+        model = models[group.rank]
+        buffer = torch.empty_like(pair[0].inputs["encoder_hidden_states"])
+        with parallelize(model, group) as handle:
+
+            def step():
+                for made in pair:
+                    buffer.copy_(made.inputs["encoder_hidden_states"])
+                    got = tiny.call(model, {**made.inputs, "encoder_hidden_states": buffer})
+                    assert made.error(got) <= made.tolerance, handle.way
+
+            chosen(handle, step)
+            force(handle, Way("pair", pair=(0, 1)))
+            for _ in range(4):
+                step()
+
+    kyklos.run_local(2, work, device="cpu")
+
+
 @pytest.mark.parametrize("odd", ["another prompt", "no second call", "three calls", "another first call"])
 def test_calls_that_do_not_come_as_predicted_are_exact(odd):
     first, second = with_guidance("Wan")
