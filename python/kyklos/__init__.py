@@ -13,12 +13,11 @@ Modules for models, imported when they are used: :mod:`kyklos.torch` has a PyTor
 
 from ._backward import Gradients
 from ._cache import CachedCalls, KvCache
-from ._cluster import Choice, Cluster
 from ._errors import DeviceError, GroupError, RequestError
 from ._group import Group, identities
 from ._local import run_local
 from ._options import CallOptions, TokenRanges
-from ._plan import Plan, plan
+from ._plan import Choice, Cluster, Plan, plan
 from ._shares import Shares
 
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _kyklos
-from ._cluster import Cluster
+from ._plan import Cluster
 from ._sequence import in_sequence
 
 

@@ -5,7 +5,6 @@
 mod backward;
 mod cache;
 mod call;
-mod choices;
 mod collective;
 mod devices;
 mod errors;
@@ -30,13 +29,11 @@ mod _kyklos {
     #[pymodule_export]
     use crate::call::Call;
     #[pymodule_export]
-    use crate::choices::choices;
-    #[pymodule_export]
     use crate::forming::{free_port, identities, local, of_launcher, with_identity};
     #[pymodule_export]
     use crate::group::Group;
     #[pymodule_export]
-    use crate::plans::plan;
+    use crate::plans::{choices, plan};
     #[pymodule_export]
     use crate::steps::CachedCalls;
     #[cfg(feature = "suite")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .._cluster import Cluster
+from .._plan import Cluster
 from .pace import Reach
 
 

@@ -24,7 +24,7 @@ import kyklos.transformers
 from kyklos._models import weights
 
 pytest.importorskip("peft", reason="peft is not installed")
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 import train_sharded as example
 
 SHARES = {2: (3, 7), 3: (2, 1, 5)}
