@@ -103,6 +103,8 @@ def namespaces(mbit):
     names = [f"kyklos-ways-{number}" for number in range(2)]
     try:
         for name in names:
+            # One of a run that was killed.
+            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
             run("ip", "netns", "add", name)
         run("ip", "link", "add", "kyw0", "netns", names[0], "type", "veth", "peer", "name", "kyw1", "netns", names[1])
         for number, name in enumerate(names):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ _log = logging.getLogger("kyklos")
 
 # Forwards of a way that is tried; the fastest counts, since the first may compile. Of pairs of calls whole ones.
 _TRIED, _TRIED_PAIRS = 2, 4
-# At most so many ways are tried, each if it promises at most this part of the time of the best one.
-_MOST, _WORTH = 5, 0.97
+# At most so many ways are tried, each if it may be faster than the best one: if it takes this part of what it promises. While none of its kind
+# was tried, the part is smaller: kernels of PyTorch or of the group, messages or none.
+_MOST, _OF_KIND, _OF_OTHER_KIND = 4, 0.85, 0.65
 _S = 10**9
 
 
@@ -77,8 +79,8 @@ class Estimate:
 
 
 class Trial:
-    """Ways for inputs of one shape. The most promising one is tried first; the next one as long as it promises less time than the best has taken.
-    The fastest stays."""
+    """Ways for inputs of one shape, of two kinds: the tokens split, or forwards whole. The most promising one is tried first, then the next one as
+    long as it promises less time than the best has taken. The fastest stays."""
 
     def __init__(self, estimates: Sequence[Estimate]) -> None:
         self.estimates = sorted(estimates, key=lambda estimate: estimate.predicted_s)
@@ -98,9 +100,19 @@ class Trial:
         unfinished = next((estimate for estimate in begun if not estimate.is_tried), None)
         if unfinished is not None or len(begun) >= _MOST:
             return unfinished
-        hopeful = next((estimate for estimate in self.estimates if not estimate.is_tried), None)
+        untried = [estimate for estimate in self.estimates if not estimate.is_tried]
+        hopeful = min(untried, key=self._promised_s, default=None)
         best_s = None if self._best is None else self._best.measured_s
-        return hopeful if hopeful is None or best_s is None or hopeful.predicted_s < _WORTH * best_s else None
+        return hopeful if hopeful is None or best_s is None or self._promised_s(hopeful) < best_s else None
+
+    def _promised_s(self, estimate: Estimate) -> float:
+        """What it may take: of the predicted time, and with the error of those of its kind that were tried."""
+        errors = [
+            other.measured_s / other.predicted_s
+            for other in self.estimates
+            if other.measured_s and other.predicted_s and other.is_tried and other.way.is_whole == estimate.way.is_whole
+        ]
+        return estimate.predicted_s * (statistics.median(errors) * _OF_KIND if errors else _OF_OTHER_KIND)
 
     @property
     def _best(self) -> Estimate | None:
