@@ -29,7 +29,7 @@ def gather(group: Group, rows: torch.Tensor, label: str) -> torch.Tensor:
 
     :param rows: ``[batch, own tokens, ...]``, float32, float16 or bfloat16. Ranks may have any numbers of tokens, zero included;
         the other axes and the type are the same on all ranks.
-    :returns: ``[batch, tokens of all ranks, ...]`` on the device of ``rows``, with the bits of the rank that owned the row.
+    :returns: ``[batch, tokens of all ranks, ...]`` on the device of ``rows``, with the values of the rank that owned the row; −0 becomes 0.
     """
     return _Gathered.apply(rows, group, label)
 

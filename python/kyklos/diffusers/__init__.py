@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,15 +34,30 @@ from .._models.execution import execution, refuse_sharded, warn_of_copies
 from .._models.telling import tell, told
 from . import _attention, _hooks
 from ._caught import catch
+from ._encoders import EncoderHandle, encode_once
 from ._plan import Count, Extent, Grid, Joined, Known, SplitPlan
 from ._plans import calls, choose, find, split_attention_modules, sums_of
 from ._timing import timed
 from ._vae import VaeHandle, split_vae
 from ._ways.choice import MOST_RANKS, Ways
+from ._ways.kept import Kept
 from ._ways.shares import Shares
 from ._ways.whole import Whole, run
 
-__all__ = ["Count", "Extent", "Grid", "Handle", "Joined", "SplitPlan", "VaeHandle", "parallelize", "split_vae", "timed"]
+__all__ = [
+    "Count",
+    "EncoderHandle",
+    "Extent",
+    "Grid",
+    "Handle",
+    "Joined",
+    "SplitPlan",
+    "VaeHandle",
+    "encode_once",
+    "parallelize",
+    "split_vae",
+    "timed",
+]
 
 _TESTED = (0, 42)
 
@@ -131,6 +147,7 @@ def parallelize(
     wire: str | None = None,
     shares: str | Sequence[float] | None = None,
     plan: SplitPlan | Mapping[str, Any] | None = None,
+    keep: str | os.PathLike[str] | None = None,
 ) -> Handle:
     """Splits the tokens of ``transformer`` over the ranks of ``group``. All ranks call it alike, then call the transformer, or its
     pipeline, with the same inputs.
@@ -149,6 +166,8 @@ def parallelize(
         the shares for one forward, and compiled code is made again when they change.
     :param plan: for transformers that are not known: a :class:`SplitPlan`, or a dict like ``_cp_plan`` of diffusers, whose
         attention modules then all have split keys. Compare the result with the unsplit transformer.
+    :param keep: a file of rank 0 for the ways that are chosen, where no option says the way. The next run with the same devices and shapes begins
+        with them; delete the file after a change of the network.
     :returns: a handle, whose ``remove()`` undoes it.
     :raises RequestError: a transformer that is not known, attention that is out of reach, or shares that do not fit. Calls of the
         transformer raise it for inputs that differ between ranks, tokens that are too few, masks that cannot be split, and attention
@@ -159,7 +178,9 @@ def parallelize(
         warn_of_copies(group, transformer)
         how = execution(group, mesh, strategy, wire, shares)
         chooses = mesh is None and strategy is None and shares is None
-        return _parallelized(transformer, group, how, shares, plan, chooses)
+        if keep is not None and not chooses:
+            raise RequestError("keep beside mesh, strategy or shares, which say the way: leave one of them out")
+        return _parallelized(transformer, group, how, shares, plan, chooses, keep)
 
 
 def _parallelized(
@@ -169,6 +190,7 @@ def _parallelized(
     shares: str | Sequence[float] | None,
     plan: SplitPlan | Mapping[str, Any] | None,
     chooses: bool,
+    keep: str | os.PathLike[str] | None,
 ) -> Handle:
     name = type(transformer).__name__
     if tuple(int(part) for part in diffusers.__version__.split(".")[:2]) != _TESTED:
@@ -190,6 +212,8 @@ def _parallelized(
     of_grids = _hooks.Splitter(group, dealt, known.plan.whole, split.gather)
     try:
         split.passes.check_weights(transformer)
+        if keep is not None and isinstance(dealt, Ways):
+            dealt.keep(Kept(keep, name, split.passes))
         # Inputs are compared before they are split, and calls are counted after the last gather.
         arguments = list(inspect.signature(type(transformer).forward).parameters)[1:]
         whole = handle._replace_forward(dealt) if isinstance(dealt, Ways) else None

@@ -8,10 +8,11 @@ import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from ..._errors import RequestError
 from ..._group import Group
 from ..._models.agreement import Passes
 from ..._models.pace import Pace
@@ -134,6 +135,14 @@ class Trial:
 MOST_RANKS = 64
 
 
+class Kept(Protocol):
+    """Where ways are kept from one run to the next."""
+
+    def estimates(self) -> dict[tuple[Any, ...], Estimate]: ...
+
+    def add(self, latents: tuple[Any, ...], estimate: Estimate) -> None: ...
+
+
 class Ways(Shares):
     """Chooses how forwards without gradients run. The first ones, with equal shares and what sends the fewest bytes, measure the ranks, and
     the next ones try what promises to be fastest.
@@ -152,6 +161,15 @@ class Ways(Shares):
         #: Seconds of the forwards that were measured, by shapes.
         self._walls_s: dict[tuple[Any, ...], list[float]] = {}
         self._has_ended = False
+        self._kept: Kept | None = None
+
+    def keep(self, kept: Kept) -> None:
+        """Begins with the ways that are kept, and keeps those that will be chosen."""
+        self._kept = kept
+        for shapes, estimate in kept.estimates().items():
+            way = estimate.way
+            if self._wholes if way.is_whole else way.execution.get("wire") == self.execution.get("wire"):
+                self.trials[shapes] = Trial([estimate])
 
     @property
     def trial(self) -> Trial | None:
@@ -229,6 +247,11 @@ class Ways(Shares):
             trying.tried_s.append(wall_s)
         if trial.is_over:
             self._tell(trial)
+            if self._kept is not None and trial.now is not None:
+                try:
+                    self._kept.add(shapes, trial.now)
+                except (OSError, RequestError) as error:
+                    _warn(f"the way of forwards is not kept: {error}")
 
     def _predict(self, passes: Passes, shapes: tuple[Any, ...], has_pairs: bool) -> None:
         calls = self._times.calls
@@ -279,13 +302,16 @@ class Ways(Shares):
             than = f"{len(trial.estimates)} ways were compared"
         _log.info("a forward runs by %s in %.3g s: %s", chosen.way.name, seconds, than)
         if sum(entries > 0 for entries in chosen.way.entries) == 1:
-            # Where warnings are errors, this one must not end a forward of one rank.
-            with contextlib.suppress(UserWarning):
-                warnings.warn(
-                    f"{chosen.way.name} computes forwards in {seconds:.3g} s, {than}, and the other ranks wait: use longer inputs, a faster "
-                    "network, or one rank",
-                    stacklevel=2,
-                )
+            _warn(
+                f"{chosen.way.name} computes forwards in {seconds:.3g} s, {than}, and the other ranks wait: use longer inputs, a faster network, "
+                "or one rank"
+            )
+
+
+def _warn(text: str) -> None:
+    # Where warnings are errors, this one must not end a forward of one rank.
+    with contextlib.suppress(UserWarning):
+        warnings.warn(text, stacklevel=3)
 
 
 def _latents(inputs: dict[str, Any]) -> tuple[Any, ...]:
