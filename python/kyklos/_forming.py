@@ -15,7 +15,7 @@ class Forming:
 
     if TYPE_CHECKING:
 
-        def __init__(self, core: _kyklos.Group) -> None: ...
+        def __init__(self, core: _kyklos.Group, deadline_s: float = 60.0) -> None: ...
 
     @classmethod
     def from_env(
@@ -88,7 +88,7 @@ class Forming:
             "link": link,
             "join_deadline_s": join_deadline_s,
         }
-        return cls(_kyklos.of_launcher(device, launch, _session(deadline_s, leave_s, collective, nccl_cluster)))
+        return cls(_kyklos.of_launcher(device, launch, _session(deadline_s, leave_s, collective, nccl_cluster)), deadline_s)
 
     @classmethod
     def local(
@@ -111,7 +111,7 @@ class Forming:
     @classmethod
     def _of_process(cls: type[G], size: int, local_rank: int, device: str | Sequence[str], session: dict[str, Any]) -> list[G]:
         names = [device] if isinstance(device, str) else list(device)
-        return [cls(core) for core in _kyklos.local(names, size, local_rank, session)]
+        return [cls(core, session["deadline_s"]) for core in _kyklos.local(names, size, local_rank, session)]
 
     @classmethod
     def from_torch(
@@ -197,7 +197,7 @@ class Forming:
             "join_deadline_s": join_deadline_s,
             "local": (local_rank, local_size),
         }
-        return cls(_kyklos.with_identity(device, member, _session(deadline_s, leave_s, collective, nccl_cluster)))
+        return cls(_kyklos.with_identity(device, member, _session(deadline_s, leave_s, collective, nccl_cluster)), deadline_s)
 
 
 def _joined(advertise: str | Sequence[str] | None) -> str | None:

@@ -39,8 +39,10 @@ class Group(Forming, Sharing, Differentiable):
             o, lse = group.attend(q, k, v, mask="causal")
     """
 
-    def __init__(self, core: _kyklos.Group) -> None:
+    def __init__(self, core: _kyklos.Group, deadline_s: float = 60.0) -> None:
         self._core = core
+        #: Longest time of a message or a vote, in seconds.
+        self.deadline_s = deadline_s
         self._closed = False
         #: Calls that a vote has refused so far.
         self._refused = 0

@@ -93,3 +93,15 @@ def warn_of_copies(group: Group, module: torch.nn.Module) -> None:
             f'with device="torch:{device}"',
             stacklevel=4,
         )
+
+
+def drops(model: torch.nn.Module) -> bool:
+    """Whether a model drops numbers or layers, or adds noise, in training: by modules, or by probabilities that modules hold."""
+    for module in model.modules():
+        if not module.training:
+            continue
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p:
+            return True
+        if any(("drop" in name or "jitter" in name) and isinstance(value, float) and value for name, value in vars(module).items()):
+            return True
+    return False

@@ -30,7 +30,7 @@ import torch
 
 from .._errors import RequestError
 from .._group import Group
-from .._models.execution import execution, refuse_sharded, warn_of_copies
+from .._models.execution import drops, execution, refuse_sharded, warn_of_copies
 from .._models.telling import tell, told
 from . import _attention, _hooks
 from ._caught import catch
@@ -74,6 +74,7 @@ class Handle:
         #: In place of ``forward`` of the transformer, and what an instance had there before.
         self._forward: Any = None
         self._own_forward: Any = None
+        self._whole: Whole | None = None
         self._removed = False
 
     def remove(self) -> None:
@@ -96,11 +97,13 @@ class Handle:
             del self._transformer.forward
             if self._own_forward is not None:
                 self._transformer.forward = self._own_forward
+        if self._whole is not None:
+            self._whole.forget()
         _attention.unregister(self._split)
 
     def _replace_forward(self, ways: Ways) -> Whole:
         self._own_forward = vars(self._transformer).get("forward")
-        whole = Whole(self._split, ways, self._transformer.forward)
+        whole = self._whole = Whole(self._split, ways, self._transformer, self._transformer.forward)
         forward: Any = functools.partial(run, whole)
         # Pipelines look at the names of its arguments.
         forward.__signature__ = inspect.signature(self._transformer.forward)
@@ -281,7 +284,7 @@ def _begin(
             raise RequestError(
                 f"{split.name} has a cache that skips attention by what it sees of this rank's tokens: call disable_cache()"
             )
-        if module.training and any(isinstance(part, torch.nn.Dropout) and part.p for part in module.modules()):
+        if module.training and drops(module):
             raise RequestError(f"{split.name} has dropout, which would differ between ranks: call eval(), or set its p to 0")
         checkpoints.remember()
         split.begin(module, given)

@@ -6,6 +6,7 @@ config is a :class:`Split` go to the group, all others to the backend as before.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -84,10 +85,7 @@ class Split:
         self.shares.begin(self.passes, self._forward, self.inputs)
 
     def end(self) -> None:
-        """Ends a forward.
-
-        :raises RequestError: an attention call is missing.
-        """
+        """Ends a forward. An attention call that is missing is a RequestError."""
         self.active, self.inputs, whole = False, {}, self.shares.whole
         self.shares.end()
         if not whole:
@@ -301,7 +299,8 @@ def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, split: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     of = _split(split)
-    with told(of.group):
+    # Errors of whole forwards are told where they end.
+    with contextlib.nullcontext() if of.shares.whole else told(of.group):
         o, lse, place = of.attend(q, k, v, mask, scale)
     return o.to(q.device), lse.to(q.device), place
 

@@ -61,13 +61,25 @@ def install(split: SplitModel | SplitStacks, undo: Undo) -> None:
     model: Any = split.model
     if not getattr(model, "can_generate", lambda: False)():
         return
-    for name, function in (
-        ("generate", _generate),
-        ("_prepare_cache_for_generation", _prepare_cache),
-        ("_get_stopping_criteria", _stopping_criteria),
-    ):
+    functions: dict[str, Any] = {
+        "generate": _generate,
+        "_prepare_cache_for_generation": _prepare_cache,
+        "_get_stopping_criteria": _stopping_criteria,
+    }
+    # What Whisper decides by numbers, which unlike devices round in other ways.
+    decided = {"_need_fallback": _fallback, "detect_language": _language}
+    for name, function in (functions | {name: function for name, function in decided.items() if hasattr(model, name)}).items():
         before = getattr(model, name)
         replace(model, name, functools.update_wrapper(functools.partial(function, split, before), before), undo)
+
+
+def _fallback(split: SplitModel | SplitStacks, decide: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return tuple(map(bool, broadcast(split.group, [int(one) for one in decide(*args, **kwargs)], "fallback")))
+
+
+def _language(split: SplitModel | SplitStacks, detect: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    own = detect(*args, **kwargs)
+    return torch.tensor(broadcast(split.group, own.flatten().tolist(), "languages")).to(own).reshape(own.shape)
 
 
 def _generate(split: SplitModel | SplitStacks, generate: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from .._errors import DeviceError, GroupError, RequestError
 from .._group import Group
 from .._models.agreement import Passes
-from .._models.execution import checked_shares, has_ring, share_out
+from .._models.execution import checked_shares, drops, has_ring, share_out
 from .._models.pace import Pace, Reach, Watch
 from .._models.strategies import Strategies
 from .._models.projections import compare_rows
@@ -151,6 +151,8 @@ class SplitModel:
         """An empty cache for this model."""
         if self.traits.mixers and not self.traits.caches:
             raise RequestError(f"a cache for {type(self.model).__name__}, which keeps its states in a way of its own: pass use_cache=False")
+        if rollback and self.traits.mixers:
+            raise RequestError(f"rollback={rollback} for {type(self.model).__name__}, whose states cannot forget a part of the tokens: leave it out")
         return SplitCache(self.group, kinds(self.base), self.shares[self.group.rank], rollback)
 
     def _expected(self) -> tuple[dict[str, torch.Tensor], checks.States]:
@@ -307,20 +309,18 @@ class SplitModel:
         return output if (self.base.config.return_dict if wanted is None else wanted) else output.to_tuple()
 
     def _refuse(self, inputs: dict[str, Any]) -> None:
-        """Refuses inputs that cannot be split or would have no effect."""
+        """Refuses what cannot be split or would have no effect."""
         config = self.base.config
         if inputs.get("output_attentions") or getattr(config, "output_attentions", False):
             raise RequestError("output_attentions of a split model: the weights are never made; leave it out")
         if inputs.get("output_router_logits") or getattr(config, "output_router_logits", False):
-            raise RequestError(
-                "output_router_logits of a split model: a rank has those of its tokens only; leave it out"
-            )
+            raise RequestError("output_router_logits of a split model: a rank has those of its tokens only; leave it out")
         for name, value in inputs.items():
             if name not in given_inputs.KNOWN and (isinstance(value, (torch.Tensor, dict)) or name.startswith("cu_seq_lens")):
                 raise RequestError(
                     f"a split model does not know how to split the input {name}: leave it out, or use one rank"
                 )
-        if self.base.training and any(isinstance(part, torch.nn.Dropout) and part.p for part in self.base.modules()):
+        if drops(self.model):
             raise RequestError("dropout in a split model would differ between ranks: call model.eval()")
 
     def _cache_of(self, inputs: dict[str, Any]) -> SplitCache | None:
@@ -367,7 +367,10 @@ class SplitModel:
 
     def execution_of(self, batch: int, counts: list[int] | None, gradients: bool) -> dict[str, Any]:
         """Options of :meth:`Group.attend` in passes over so many tokens of each rank."""
-        return self.execution if self._strategies is None or counts is None else self._strategies.of(batch, counts, gradients)
+        if self._strategies is None or counts is None:
+            return self.execution
+        # Lengths up to a power of two have the same, whatever a rank has asked for before.
+        return self._strategies.of(batch, self.counts(1 << (sum(counts) - 1).bit_length()) or counts, gradients)
 
     def _compare_with_one_rank(self, past: int, shape: tuple[int, int], began: float) -> None:
         if self.pace is not None and self._watch is not None and past == 0 and not torch.is_grad_enabled():

@@ -106,7 +106,7 @@ def test_inputs_that_would_have_no_effect_are_refused(inputs, says):
 def test_dropout_is_refused():
     def work(model, handle, group):
         model.train()
-        with pytest.raises(kyklos.RequestError, match="asks for dropout 0.1: call model.eval"):
+        with pytest.raises(kyklos.RequestError, match="call model.eval"):
             model(texts(1, 12))
         model.eval()
         return output(model, input_ids=texts(1, 12))
@@ -118,7 +118,15 @@ def test_dropout_is_refused():
         with pytest.raises(kyklos.RequestError, match="dropout in a split model would differ between ranks"):
             model(texts(1, 12))
 
+    # By modules, and by PyTorch's function with a number that modules hold.
     on_ranks(build("bert"), 2, hidden)
+    on_ranks(build("opt", dropout=0.1), 2, hidden)
+    on_ranks(build("opt", layerdrop=0.1), 2, hidden)
+    # Noise of a router, and what is behind the body.
+    mixtral = {**LLAMA, "num_local_experts": 2, "router_jitter_noise": 0.3}
+    on_ranks(build_class("MixtralForCausalLM", "MixtralConfig", {name: x for name, x in mixtral.items() if name != "mlp_bias"}), 2, hidden)
+    config = {**FAMILIES["bert"][2], "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.3}
+    on_ranks(build_class("BertForSequenceClassification", "BertConfig", config), 2, hidden)
 
 
 def test_other_inputs_on_a_rank_are_an_error_on_all():

@@ -25,11 +25,11 @@ class Pairs:
         self.is_second = last is not None and not was_second and _of_one_step(last, inputs)
         if self.is_second:
             assert last is not None
-            self._pair, self.found = (last, _copied(inputs)), True
+            self._pair, self.found = (last, copied(inputs)), True
         elif last is not None and not was_second:
             self.found = False
         # Pipelines may write to tensors that they have passed.
-        self._last = _copied(inputs)
+        self._last = copied(inputs)
 
     def second(self) -> Inputs | None:
         """Copies of the inputs of the second call after this first one: those that differed between the last two calls stay, the others are those of
@@ -48,12 +48,13 @@ class Pairs:
         return Pairs()
 
 
-def _copied(x: Any) -> Any:
+def copied(x: Any) -> Any:
+    """With tensors of its own."""
     if isinstance(x, torch.Tensor):
         return x.detach().clone()
     if isinstance(x, (list, tuple)):
-        return _like(x, map(_copied, x))
-    return {key: _copied(value) for key, value in x.items()} if isinstance(x, dict) else x
+        return _like(x, map(copied, x))
+    return {key: copied(value) for key, value in x.items()} if isinstance(x, dict) else x
 
 
 def _of_one_step(a: Inputs, b: Inputs) -> bool:
@@ -75,7 +76,10 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return False
-    return type(a) is type(b) and bool(a == b)
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except (TypeError, ValueError):  # Arrays have no truth.
+        return False
 
 
 def entries_of(inputs: Inputs, first: int, end: int, batch: int) -> Inputs:

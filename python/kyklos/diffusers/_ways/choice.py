@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,6 +17,7 @@ from ..._errors import RequestError
 from ..._group import Group
 from ..._models.agreement import Passes
 from ..._models.pace import Pace
+from ..._plan import Cluster
 from .calls import Pairs, tensors_of
 from .shares import MEASURED, USUAL_TOKENS, Shares
 from .stopwatch import Calls
@@ -61,6 +63,8 @@ class Estimate:
     #: Seconds of a forward, as predicted; bytes that a rank sends at most in its attention.
     predicted_s: float
     sent_bytes: int = 0
+    #: Seconds for which ranks wait for another one.
+    longest_s: float = 0.0
     #: Seconds of the forwards that were tried, on the slowest rank.
     tried_s: list[float] = field(default_factory=list)
     #: Whether results were wrong, or inputs did not come in pairs.
@@ -131,6 +135,10 @@ class Trial:
         return "\n".join(lines)
 
 
+# What a group has measured, by kind of calls.
+_clusters: WeakKeyDictionary[Group, dict[Any, Cluster]] = WeakKeyDictionary()
+# Ranks wait for a whole forward for so much of the deadline of a vote at most.
+_PATIENCE = 0.25
 #: Links are measured between each two ranks.
 MOST_RANKS = 64
 
@@ -163,6 +171,10 @@ class Ways(Shares):
         self._has_ended = False
         self._kept: Kept | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ways:
+        """A copy of the transformer chooses for itself: ranks may copy at other times."""
+        return Ways(self.group, dict(self.default.execution), self._wholes, self.least)
+
     def keep(self, kept: Kept) -> None:
         """Begins with the ways that are kept, and keeps those that will be chosen."""
         self._kept = kept
@@ -188,19 +200,27 @@ class Ways(Shares):
             self._run(self.default)
             return
         self._shapes = _latents(inputs)
-        self.pairs.begin(inputs)
         trial = self.trials.get(self._shapes)
         chosen = trial.now if trial is not None else None
-        # Pairs begin with their first call.
-        late = chosen is not None and chosen.way.pair is not None and self.pairs.is_second and self.way != chosen.way
-        self._run(self.default if chosen is None or late else chosen.way)
+        if not self.learns and (chosen is None or chosen.way.pair is None):
+            # Copies of inputs, which nobody needs.
+            self.pairs = Pairs()
+        else:
+            self.pairs.begin(inputs)
+        self._run(self.default if chosen is None else chosen.way)
         self._times.begin()
 
     def end(self) -> None:
-        if self._measures and (self.trial is None or not self.trial.is_over):
+        if self._measures and self.learns:
             self._times.end()
             self._has_ended = True
         self.whole = False
+
+    @property
+    def learns(self) -> bool:
+        """Whether forwards of the shapes of the last one still show something, or are whole."""
+        trial = self.trial
+        return trial is None or not trial.is_over or (trial.now is not None and trial.now.way.is_whole)
 
     def split(self) -> None:
         """The forward that runs is split after all, by equal shares."""
@@ -215,12 +235,6 @@ class Ways(Shares):
         """This way is not for inputs of these shapes."""
         for estimate in self.trial.estimates if self.trial is not None else ():
             estimate.failed |= estimate.way == way
-
-    @property
-    def pair_way(self) -> Way | None:
-        """That of pairs of calls."""
-        estimates = self.trial.estimates if self.trial is not None else ()
-        return next((estimate.way for estimate in estimates if estimate.way.pair is not None), None)
 
     def _run(self, way: Way) -> None:
         self.way, self.whole = way, way.is_whole
@@ -240,7 +254,13 @@ class Ways(Shares):
         if trial is None:
             self._walls_s.setdefault(shapes, []).append(wall_s)
             if number > MEASURED:
-                self._predict(passes, shapes, all(found for *_, found in rows))
+                try:
+                    self._predict(passes, shapes, all(found for *_, found in rows))
+                except RequestError as error:
+                    # Of what all ranks have asked alike.
+                    if not getattr(error, "told", False) and error.rank is not None:
+                        raise
+                    self.trials[shapes] = Trial([Estimate(self.default, 0.0, tried_s=[0.0] * _TRIED)])
             return
         trying = trial.now
         if trying is not None and trying.way == self.way:
@@ -258,16 +278,22 @@ class Ways(Shares):
         tokens = self._measured(passes)
         if calls is None or tokens is None or self._pace is None:
             return
-        cluster = self.group.cluster(USUAL_TOKENS, **calls.kind)
+        known = _clusters.setdefault(self.group, {})
+        kind = tuple(calls.kind.items())
+        if kind not in known:
+            known[kind] = self.group.cluster(USUAL_TOKENS, **calls.kind)
+        cluster = known[kind]
         wall_s = min(self._walls_s.pop(shapes, [])[-2:], default=0.0)
         asked = {**calls.kind, "batch": calls.entries, "wire": self.execution.get("wire")}
         estimates = self._splits(cluster, asked, calls, sum(tokens), tokens, wall_s)
         if self._wholes:
-            estimates += wholes(self._pace, calls, sum(tokens), has_pairs)
+            # While one rank computes whole forwards, the others wait for it.
+            longest_s = _PATIENCE * self.group.deadline_s
+            estimates += [whole for whole in wholes(self._pace, calls, sum(tokens), has_pairs) if whole.longest_s <= longest_s]
         self.trials[shapes] = Trial(estimates)
 
     def _splits(
-        self, cluster: Any, asked: dict[str, Any], calls: Calls, tokens: int, equal: Sequence[int], wall_s: float
+        self, cluster: Cluster, asked: dict[str, Any], calls: Calls, tokens: int, equal: Sequence[int], wall_s: float
     ) -> list[Estimate]:
         """The ways that split the tokens."""
         assert self._pace is not None
@@ -330,16 +356,18 @@ def wholes(pace: Pace, calls: Calls, tokens: int, has_pairs: bool) -> list[Estim
     entry_s = [pace.alone(rank, tokens, [(calls.total_heads, (None, None))]) for rank in ranks]
     fastest = sorted(ranks, key=lambda rank: entry_s[rank])
     alone = tuple(calls.entries if rank == fastest[0] else 0 for rank in ranks)
-    found = [Estimate(Way(f"rank {fastest[0]} alone", entries=alone), calls.entries * entry_s[fastest[0]])]
+    alone_s = calls.entries * entry_s[fastest[0]]
+    found = [Estimate(Way(f"rank {fastest[0]} alone", entries=alone), alone_s, longest_s=alone_s)]
     if calls.entries > 1 and len(ranks) > 1:
         dealt = [0] * len(ranks)
         for _ in range(calls.entries):
             dealt[min(ranks, key=lambda rank: (dealt[rank] + 1) * entry_s[rank])] += 1
         slowest_s = max(count * seconds for count, seconds in zip(dealt, entry_s, strict=True))
         if tuple(dealt) != alone:
-            found.append(Estimate(Way(f"whole entries of the batch, {':'.join(map(str, dealt))}", entries=tuple(dealt)), slowest_s))
+            way = Way(f"whole entries of the batch, {':'.join(map(str, dealt))}", entries=tuple(dealt))
+            found.append(Estimate(way, slowest_s, longest_s=slowest_s))
     if has_pairs and len(ranks) > 1:
         first, second = fastest[:2]
         way = Way(f"the two calls of a step on ranks {first} and {second}", pair=(first, second))
-        found.append(Estimate(way, calls.entries * entry_s[second] / 2))
+        found.append(Estimate(way, calls.entries * entry_s[second] / 2, longest_s=calls.entries * entry_s[second]))
     return found

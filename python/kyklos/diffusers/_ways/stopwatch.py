@@ -47,8 +47,8 @@ class Stopwatch:
         self.calls: Calls | None = None
         #: Seconds of the last forward that has ended well.
         self.wall_s = 0.0
-        #: Of each forward, for a batch entry: seconds without attention, and those between its calls, so many times.
-        self._seen: list[tuple[float, float, int]] = []
+        #: Of each forward, for a batch entry: seconds without attention, and those between its calls, so many times; and the queries of this rank.
+        self._seen: list[tuple[float, float, int, int]] = []
         self._device = torch.device("cpu")
         self._kind: Calls | None = None
         self._began = self._attending = self._left = self._between = 0.0
@@ -86,12 +86,13 @@ class Stopwatch:
         kind, self.own = self._kind, self._own
         self.calls = Calls(kind.entries, self._heads, kind.heads, kind.kv_heads, kind.dim, kind.dtype)
         wall_s, attending_s, between_s = (x / kind.entries for x in (self.wall_s, self._attending, self._between))
-        self._seen.append((wall_s - attending_s, between_s, self._times))
+        self._seen.append((wall_s - attending_s, between_s, self._times, self._own))
 
     def beside_ns(self) -> tuple[int, int]:
         """Nanoseconds of a batch entry outside of attention: for each token of this rank, and for what it does whatever its tokens. Of the
-        fastest forward but the first, which allocates memory and compiles kernels."""
-        beside_s, between_s, times = min(self._seen[1:], default=(0.0, 0.0, 0))
+        fastest forward with as many but the first of all, which allocates memory and compiles kernels."""
+        alike = [seen for seen in self._seen[1:] if seen[3] == self.own]
+        beside_s, between_s, times, _ = min(alike, default=(0.0, 0.0, 0, 0))
         # What is between two calls is of this rank's tokens; the rest, such as the embedding of the whole input, is not.
         layers_s = min(beside_s, between_s / times * (times + 1)) if times else beside_s
         return round(layers_s / max(1, self.own) * _S), round((beside_s - layers_s) * _S)

@@ -2,98 +2,95 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..._rows import gather
 from .._attention import Split
-from .calls import Inputs, entries_of, same, tensors_of
+from .calls import Inputs, copied, entries_of, same, tensors_of
 from .choice import Way, Ways
+from .form import Form, has_right_entries, is_near, key_of
 
 # Elements of a row that travels.
 _ROW = 64
-_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-# How far results of entries alone may be from those of the batch, relative to their norm: another order of sums, in each layer.
-_ROUNDING = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
-# Second calls that came otherwise than predicted, one after the other, before pairs are given up.
-_MISSES = 3
-
-
-@dataclass(frozen=True)
-class Form:
-    """What outputs of forwards with inputs of some shapes are like."""
-
-    spec: TreeSpec
-    #: The types of tensors, and other leaves as they are; the shapes of tensors, and nothing.
-    leaves: tuple[Any, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @staticmethod
-    def of(output: Any) -> Form:
-        leaves, spec = tree_flatten(output)
-        kept = tuple(leaf.dtype if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return Form(spec, kept, tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in leaves))
-
-    @property
-    def can_travel(self) -> bool:
-        return all(not isinstance(leaf, torch.dtype) or leaf in _TYPES for leaf in self.leaves)
-
-    def has_entries(self, batch: int) -> bool:
-        """Whether each tensor has the entries of the batch along its first axis."""
-        tensors = (shape for shape, leaf in zip(self.shapes, self.leaves, strict=True) if isinstance(leaf, torch.dtype))
-        return all(len(shape) > 0 and shape[0] == batch for shape in tensors)
-
-    def entries(self, count: int) -> Form:
-        shapes = (
-            (count, *shape[1:]) if isinstance(leaf, torch.dtype) else shape
-            for shape, leaf in zip(self.shapes, self.leaves, strict=True)
-        )
-        return Form(self.spec, self.leaves, tuple(shapes))
-
+# Second calls that came otherwise than predicted, or could not be predicted, one after the other, before pairs are given up. And split forwards that
+# check one way.
+_MISSES, _CHECKS = 4, 8
 
 #: The rank that computes it, its inputs, and the form of its output.
 Call = tuple[int, Inputs, Form]
 
 
 class Whole:
-    """Computes forwards of a transformer whose ways are chosen."""
+    """Computes forwards of a transformer whose ways are chosen. A way is used for inputs of a kind, and a state of the transformer, once a split
+    forward has confirmed its result."""
 
-    def __init__(self, split: Split, ways: Ways, forward: Callable[..., Any]) -> None:
-        self._split, self._ways, self._forward = split, ways, forward
+    def __init__(self, split: Split, ways: Ways, transformer: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        self._split, self._ways, self._transformer, self._forward = split, ways, transformer, forward
         self._forms: dict[tuple[Any, ...], Form] = {}
-        #: What the forward that runs does instead.
+        #: Ways that are confirmed: with the key of the inputs, and whether they are the second call of a pair.
+        self._right: list[tuple[Way, tuple[Any, ...], bool]] = []
+        #: What the forward that runs does instead, and what its end checks.
         self._instead: Callable[[], Any] | None = None
-        #: The predicted second call, and its output.
-        self._kept: tuple[Inputs, Any] | None = None
-        self._misses = 0
-        #: Ways that cut the batch: whose results were right, and the one whose result this forward shows.
-        self._right: list[Way] = []
-        self._checking: tuple[Way, Inputs, Form] | None = None
+        self._check: Callable[[Any], None] | None = None
+        #: The predicted second call with its output, and the output of the first one.
+        self._kept: tuple[Inputs, Any, Any] | None = None
+        self._misses, self._checks = 0, 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
+        """That of a copy of the transformer."""
+        split, ways = copy.deepcopy(self._split, memo), copy.deepcopy(self._ways, memo)
+        return Whole(split, ways, copy.deepcopy(self._transformer, memo), copy.deepcopy(self._forward, memo))
 
     def begin(self, inputs: Inputs) -> None:
         """A forward begins, before any input is split."""
-        ways, self._instead, self._checking = self._ways, None, None
+        ways, self._instead, self._check = self._ways, None, None
         kept, self._kept = self._kept, None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not ways.whole:
             return
-        if kept is not None:
+        way, is_second = ways.way, ways.way.pair is not None and ways.pairs.is_second
+        key = key_of(self._transformer, inputs)
+        form = self._forms.get(key)
+        second = ways.pairs.second() if way.pair is not None else None
+        form_of_second = None if second is None else self._forms.get(key_of(self._transformer, second))
+        hits = kept is not None and is_second and inputs.keys() == kept[0].keys() and all(same(inputs[name], x) for name, x in kept[0].items())
+        # A rank may have seen less than another one: after a fault, or by rounding.
+        seen = (
+            form is not None and not form.can_travel,
+            form is not None and form.can_travel,
+            (way, key, is_second) in self._right,
+            hits,
+            form_of_second is not None and form_of_second.can_travel,
+            kept is not None,
+        )
+        rows = self._split.passes.compare([int(one) for one in seen], "whole")
+        stays, known, right, hits, has_second, has_kept = (all(column) for column in zip(*rows, strict=True))
+        if is_second and kept is not None and hits:
             output = kept[1]
-            if ways.pairs.is_second and inputs.keys() == kept[0].keys() and all(same(inputs[name], x) for name, x in kept[0].items()):
-                self._misses, ways.whole, self._instead = 0, True, lambda: output
+            self._misses = 0
+            if right:
+                self._instead = lambda: output
                 return
-            self._misses += 1
+            self._confirm(way, key, is_second=True, check=lambda expected: self._all(is_near(output, expected, kept[2])))
+        elif way.pair is not None and (is_second or not has_second):
+            # Pairs begin with their first call.
+            self._misses += has_kept or not is_second
             if self._misses >= _MISSES:
-                ways.fail(ways.pair_way)
-        if ways.whole:
-            form = self._forms.get(_key(inputs))
-            self._instead = self._computed(inputs, form) if form is not None and form.can_travel else None
-            if self._instead is None:
-                ways.split()
+                ways.fail(way)
+        elif stays or (known and way.cuts_batch and form is not None and not form.has_entries(sum(way.entries))):
+            ways.fail(way)
+        elif known and form is not None:
+            calls = self._calls(way, inputs, form, second, form_of_second)
+            if right:
+                self._instead = lambda: self._result(way, calls, form, self._own(calls))
+                return
+            self._confirm(way, key, is_second=False, check=lambda expected: self._agrees(way, calls, form, expected))
+        ways.split()
 
     def run(self, args: Sequence[Any], options: Inputs) -> Any:
         if self._instead is None or not self._split.active:
@@ -103,58 +100,63 @@ class Whole:
 
     def end(self, output: Any) -> None:
         """The forward has ended well."""
-        if torch.is_grad_enabled() or self._ways.whole:
+        ways = self._ways
+        if torch.is_grad_enabled() or ways.whole or not ways.learns:
             return
-        self._forms[_key(self._split.inputs)] = Form.of(output)
-        if self._checking is None:
+        self._forms[key_of(self._transformer, self._split.inputs)] = Form.of(output)
+        check, self._check = self._check, None
+        if check is not None:
+            check(output)
+
+    def forget(self) -> None:
+        """The split ends."""
+        self._forms, self._right, self._kept, self._instead, self._check = {}, [], None, None, None
+
+    def _confirm(self, way: Way, key: tuple[Any, ...], is_second: bool, check: Callable[[Any], bool]) -> None:
+        """Lets the split forward that runs say whether a way is right. ``check`` is equal on all ranks."""
+        self._checks += 1
+        if self._checks > _CHECKS:
+            self._ways.fail(way)
             return
-        # Which inputs have entries of the batch is a guess, which the split forward must confirm.
-        (way, inputs, form), self._checking = self._checking, None
+
+        def confirm(output: Any) -> None:
+            if check(output):
+                self._right.append((way, key, is_second))
+                self._checks = 0
+            else:
+                self._ways.fail(way)
+            self._ways.leave_out()
+
+        self._check = confirm
+
+    def _agrees(self, way: Way, calls: Sequence[Call], form: Form, expected: Any) -> bool:
+        """Whether a way computes this output, on all ranks. It may lack the memory for it."""
         self._ways.whole = True
-        calls = self._cut(inputs, form, way)
         try:
             own = self._own(calls)
         except Exception:
             own = None
-        if self._all(own is not None) and self._all(_near(self._joined(calls, form, own), output)):
-            self._right.append(way)
-        else:
-            self._ways.fail(way)
-        self._ways.leave_out()
+        try:
+            if not self._all(own is not None):
+                return False
+            got = self._result(way, calls, form, own)
+            if way.cuts_batch:
+                return self._all(has_right_entries(got, expected, sum(way.entries)))
+            return self._all(is_near(got, expected))
+        finally:
+            self._ways.whole = False
 
     def _all(self, ok: bool) -> bool:
-        return all(number for (number,) in self._split.passes.compare([int(ok)], "entries"))
-
-    def _computed(self, inputs: Inputs, form: Form) -> Callable[[], Any] | None:
-        """What gives the output for these inputs; nothing if they are to be split after all."""
-        way = self._ways.way
-        pair = way.pair
-        if pair is not None:
-            second = self._ways.pairs.second()
-            form_of_second = None if second is None else self._forms.get(_key(second))
-            if second is None or form_of_second is None or not form_of_second.can_travel:
-                return lambda: self._shared([(pair[0], inputs, form)])[0]
-            return lambda: self._both(pair, (inputs, form), (second, form_of_second))
-        batch = sum(way.entries)
-        if not way.cuts_batch:
-            return lambda: self._shared([(way.entries.index(batch), inputs, form)])[0]
-        if not form.has_entries(batch):
-            self._ways.fail(way)
-            return None
-        if way in self._right:
-            calls = self._cut(inputs, form, way)
-            return lambda: self._joined(calls, form, self._own(calls))
-        self._checking = way, inputs, form
-        return None
-
-    def _both(self, pair: tuple[int, int], first: tuple[Inputs, Form], second: tuple[Inputs, Form]) -> Any:
-        output, kept = self._shared([(pair[0], *first), (pair[1], *second)])
-        self._kept = second[0], kept
-        return output
+        return all(number for (number,) in self._split.passes.compare([int(ok)], "agreement"))
 
     @staticmethod
-    def _cut(inputs: Inputs, form: Form, way: Way) -> list[Call]:
-        """A call for each rank that has entries of the batch."""
+    def _calls(way: Way, inputs: Inputs, form: Form, second: Inputs | None, form_of_second: Form | None) -> list[Call]:
+        """The calls of a way: of a pair both, else one for each rank that has entries of the batch."""
+        if way.pair is not None:
+            assert second is not None and form_of_second is not None
+            return [(way.pair[0], inputs, form), (way.pair[1], second, form_of_second)]
+        if not way.cuts_batch:
+            return [(way.entries.index(sum(way.entries)), inputs, form)]
         calls, first, batch = [], 0, sum(way.entries)
         for rank, count in enumerate(way.entries):
             if count:
@@ -162,27 +164,33 @@ class Whole:
             first += count
         return calls
 
-    def _joined(self, calls: Sequence[Call], form: Form, own: list[Any] | None) -> Any:
-        parts = [tree_flatten(output)[0] for output in self._exchanged(calls, own)]
+    def _result(self, way: Way, calls: Sequence[Call], form: Form, own: list[Any] | None) -> Any:
+        """The output on all ranks; of a pair that of its first call."""
+        outputs = self._exchanged(calls, own)
+        if way.pair is not None:
+            self._kept = calls[1][1], outputs[1], outputs[0]
+            return outputs[0]
+        if not way.cuts_batch:
+            return outputs[0]
+        parts = [tree_flatten(output)[0] for output in outputs]
         joined = [torch.cat(each) if isinstance(each[0], torch.Tensor) else each[0] for each in zip(*parts, strict=True)]
         return tree_unflatten(joined, form.spec)
-
-    def _shared(self, calls: Sequence[Call]) -> list[Any]:
-        """The outputs of calls on all ranks."""
-        return self._exchanged(calls, self._own(calls))
 
     def _own(self, calls: Sequence[Call]) -> list[Any]:
         """The output of this rank's call, flat; nothing if it has none."""
         for rank, inputs, form in calls:
             if rank == self._split.group.rank:
-                output = self._forward(**inputs)
+                # Some models write to their inputs.
+                output = self._forward(**copied(inputs))
                 if Form.of(output) != form:
                     raise RuntimeError(f"an output of {self._split.name} has another form than before, with inputs of the same shapes")
                 return tree_flatten(output)[0]
         return []
 
     def _exchanged(self, calls: Sequence[Call], own: list[Any] | None) -> list[Any]:
+        """The outputs of all calls."""
         outputs: list[list[Any]] = [[] for _ in calls]
+        order = sorted(range(len(calls)), key=lambda at: calls[at][0])
         for place, leaf in enumerate(calls[0][2].leaves):
             if not isinstance(leaf, torch.dtype):
                 for leaves in outputs:
@@ -192,16 +200,12 @@ class Whole:
             rows = _rows(own[place]) if own else torch.empty(1, 0, _ROW, dtype=leaf)
             whole = gather(self._split.group, rows, f"{self._split.place()}, output {place}")[0]
             lengths = [-(-math.prod(shape) // _ROW) for shape in shapes]
-            order = sorted(range(len(calls)), key=lambda at: calls[at][0])
             cut = dict(zip(order, whole.split([lengths[at] for at in order]), strict=True))
             for at, leaves in enumerate(outputs):
-                flat = cut[at].reshape(-1)[: math.prod(shapes[at])]
-                leaves.append(flat.reshape(shapes[at]).to(self._device(calls[at][1])))
+                # Its own memory: one output may live longer than another.
+                flat = cut[at].reshape(-1)[: math.prod(shapes[at])].clone()
+                leaves.append(flat.reshape(shapes[at]).to(_device(calls[at][1])))
         return [tree_unflatten(leaves, form.spec) for leaves, (_, _, form) in zip(outputs, calls, strict=True)]
-
-    @staticmethod
-    def _device(inputs: Inputs) -> torch.device:
-        return next((x.device for x in tensors_of(inputs)), torch.device("cpu"))
 
 
 @torch.compiler.disable(recursive=False)
@@ -215,17 +219,5 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % _ROW)).reshape(1, -1, _ROW)
 
 
-def _key(inputs: Inputs) -> tuple[Any, ...]:
-    """What the form of an output depends on."""
-    shapes = ((name, tuple(x.shape for x in tensors_of(given))) for name, given in inputs.items())
-    return tuple(shapes), repr(inputs.get("return_dict", True))
-
-
-def _near(a: Any, b: Any) -> bool:
-    """Whether outputs are alike but for rounding."""
-
-    def near(x: torch.Tensor, y: torch.Tensor) -> bool:
-        difference, norm = (x.double() - y.double()).norm().item(), y.double().norm().item()
-        return difference <= _ROUNDING[y.dtype] * norm
-
-    return all(near(x, y) for x, y in zip(tensors_of(a), tensors_of(b), strict=True))
+def _device(inputs: Inputs) -> torch.device:
+    return next((x.device for x in tensors_of(inputs)), torch.device("cpu"))

@@ -58,6 +58,8 @@ class StackPass(Forward):
 
     def attend(self, module: torch.nn.Module, states: list[torch.Tensor], mask: Any, options: dict[str, Any]) -> torch.Tensor:
         name = self.names.get(module, type(module).__name__)
+        if not self.trial and isinstance(mask, masks.MaskRule) and (mask.packed or mask.chunk or mask.rows is not None):
+            raise RequestError(f"attention at {name} has packed documents, chunks or blocks: run this model on one rank")
         if self.trial:
             self.keys.append(states[1].shape[2])
             self.masked.append(mask is not None)

@@ -18,7 +18,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from ..._errors import DeviceError, GroupError, RequestError
 from ..._group import Group
 from ..._models.agreement import Passes
-from ..._models.execution import checked_shares
+from ..._models.execution import checked_shares, drops, share_out
 from ..._models.projections import compare_rows
 from ..._models.telling import told
 from ..._rows import gather
@@ -27,7 +27,6 @@ from .. import _hooks as hooks
 from .. import _inputs as given_inputs
 from .._attention import NAME, current, entered
 from .._cache import CACHE, CACHE_NAMES, given_cache
-from .._split import share_out
 from . import trial
 from .passes import StackPass, bias_of_own_rows, own_states
 
@@ -245,7 +244,7 @@ class Stack:
         for name, value in inputs.items():
             if name not in known and isinstance(value, (torch.Tensor, dict)):
                 raise RequestError(f"a split model does not know how to split the input {name}: leave it out, or use one rank")
-        if self.stack.training and trial.drops(self.stack):
+        if drops(self.split.model):
             raise RequestError("dropout in a split model would differ between ranks: call model.eval()")
         cache = given_cache(inputs)
         parts = (cache.self_attention_cache, cache.cross_attention_cache) if isinstance(cache, EncoderDecoderCache) else (cache,)

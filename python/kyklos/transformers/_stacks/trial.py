@@ -144,13 +144,3 @@ def _record(given: list[Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """What a layer gets beside its states."""
     for value in (*args[1:], *(value for name, value in kwargs.items() if name != "hidden_states")):
         given.extend(value if isinstance(value, (tuple, list)) else [value])
-
-
-def drops(stack: torch.nn.Module) -> bool:
-    """Whether a stack drops numbers or layers in training, by modules or by probabilities that modules hold."""
-    for module in stack.modules():
-        if isinstance(module, torch.nn.Dropout) and module.p:
-            return True
-        if any("drop" in name and isinstance(value, float) and value for name, value in vars(module).items()):
-            return True
-    return False

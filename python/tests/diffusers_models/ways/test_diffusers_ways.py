@@ -86,6 +86,8 @@ def test_the_calls_of_a_step_run_on_two_ranks_at_a_time():
 
             ways = [estimate.way for estimate in chosen(handle, step).estimates]
             force(handle, next(way for way in ways if way.pair is not None))
+            # The first step shows its calls, the second one confirms that they are predicted rightly.
+            step()
             step()
             computed.clear()
             for _ in range(3):
@@ -114,10 +116,83 @@ def test_prompts_in_one_buffer_are_exact():
 
             chosen(handle, step)
             force(handle, Way("pair", pair=(0, 1)))
-            for _ in range(4):
+            for _ in range(5):
                 step()
 
     kyklos.run_local(2, work, device="cpu")
+
+
+def test_a_model_that_changes_between_the_calls_of_a_step_is_exact():
+    """As guidance by skipped layers does, by a hook that looks at a flag of its own."""
+    first, second = with_guidance("Wan")
+    models = first.copies(2)
+    plain = copy.deepcopy(first.model)
+    flag = [False]
+    for model in (plain, *models):
+        model.blocks[0].register_forward_hook(lambda module, args, output: output * 1.5 if flag[0] else output)
+    flag[0] = True
+    skipped = tiny.Case(plain, second.inputs)
+    flag[0] = False
+
+    def work(group):
+        model, own = models[group.rank], [False]
+        model.blocks[0]._forward_hooks.clear()
+        model.blocks[0].register_forward_hook(lambda module, args, output: output * 1.5 if own[0] else output)
+        with parallelize(model, group) as handle:
+
+            def step():
+                for made, own[0] in ((first, False), (skipped, True)):
+                    assert made.error(tiny.call(model, made.inputs)) <= made.tolerance, handle.way
+
+            chosen(handle, step)
+            force(handle, Way("pair", pair=(0, 1)))
+            for _ in range(5):
+                step()
+            return handle._split.shares.trial.estimates[0].failed
+
+    assert kyklos.run_local(2, work, device="cpu") == [True, True]
+
+
+def test_an_argument_that_comes_later_is_confirmed_again():
+    """A list of as many tensors as the batch has entries, which no entry has apart."""
+    made = case("Flux")
+    later = tiny.Case(made.model, {**made.inputs, "controlnet_single_block_samples": [0.5 * torch.randn(1, 35, 32) for _ in range(2)]})
+    models = made.copies(2)
+
+    def work(group):
+        model = models[group.rank]
+        with parallelize(model, group) as handle:
+            chosen(handle, lambda: tiny.call(model, made.inputs))
+            force(handle, Way("halves", entries=(1, 1)))
+            for used in [made] * 3 + [later] * 3 + [made]:
+                assert used.error(tiny.call(model, used.inputs)) <= used.tolerance
+
+    kyklos.run_local(2, work, device="cpu")
+
+
+def test_a_rank_without_the_memory_for_a_whole_forward_is_left_to_the_split(monkeypatch):
+    made = case("Wan")
+    models = made.copies(2)
+    own = whole.Whole._own
+
+    def lacks(self, calls):
+        if calls[0][0] == self._split.group.rank:
+            raise torch.OutOfMemoryError("no memory")
+        return own(self, calls)
+
+    monkeypatch.setattr(whole.Whole, "_own", lacks)
+
+    def work(group):
+        model = models[group.rank]
+        with parallelize(model, group) as handle:
+
+            def run():
+                assert made.error(tiny.call(model, made.inputs)) <= made.tolerance
+
+            return str(chosen(handle, run))
+
+    first, second = kyklos.run_local(2, work, device="cpu")
+    assert first == second and "failed" in first and any("<- chosen" in line and "on" in line.split() for line in first.splitlines())
 
 
 @pytest.mark.parametrize("odd", ["another prompt", "no second call", "three calls", "another first call"])
@@ -143,7 +218,7 @@ def test_calls_that_do_not_come_as_predicted_are_exact(odd):
 
             chosen(handle, lambda: [run(first), run(second)])
             force(handle, Way("pair", pair=(1, 0)))
-            for made in [first, second] * 2 + odd_calls + [first, second] * 2:
+            for made in [first, second] * 4 + odd_calls + [first, second] * 3:
                 run(made)
 
     kyklos.run_local(2, work, device="cpu")
@@ -190,8 +265,8 @@ def test_a_fault_of_the_rank_that_computes_is_told(way):
 
             chosen(handle, step)
             force(handle, way)
-            step()
-            step()
+            for _ in range(4):
+                step()
             hook = model.blocks[0].register_forward_hook(fails) if group.rank == 1 else None
             with pytest.raises((kyklos.RequestError, ZeroDivisionError), match="no luck"):
                 step()
