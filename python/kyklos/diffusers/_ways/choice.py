@@ -202,7 +202,7 @@ class Ways(Shares):
         self._shapes = _latents(inputs)
         trial = self.trials.get(self._shapes)
         chosen = trial.now if trial is not None else None
-        if not self.learns and (chosen is None or chosen.way.pair is None):
+        if trial is not None and trial.is_over and (chosen is None or chosen.way.pair is None):
             # Copies of inputs, which nobody needs.
             self.pairs = Pairs()
         else:
