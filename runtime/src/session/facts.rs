@@ -11,7 +11,9 @@ use super::agreement::out_of_step;
 use super::probe::{CallClass, Probe, speed_of_call};
 use super::speeds::{Measured, active_sets, is_noise, members};
 use crate::error::{Error, Result};
-use kyklos_plan::simulate::{Capacity, work_of};
+#[cfg(not(target_arch = "wasm32"))]
+use kyklos_plan::simulate::Capacity;
+use kyklos_plan::simulate::work_of;
 use kyklos_plan::{AttentionProblem, Mesh};
 
 /// One rank's facts, as they travel.

@@ -61,7 +61,6 @@ impl Session {
     ///
     /// # Errors
     /// As [`Self::attend`]; [`Error::Request`] for a group of more than 64 ranks.
-    #[cfg(not(target_arch = "wasm32"))]
     pub fn cluster(&mut self, problem: &AttentionProblem) -> Result<Cluster> {
         let size = self.group.size();
         if size > MOST_RANKS {

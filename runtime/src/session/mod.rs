@@ -6,6 +6,7 @@ mod backward;
 mod cache;
 mod choice;
 mod facts;
+#[cfg(not(target_arch = "wasm32"))]
 mod links;
 mod prepared;
 mod probe;
