@@ -29,14 +29,14 @@ def test_ranks_that_measure_other_calls_are_refused():
     assert str(first) == str(second)
 
 
-def described(gb_per_s):
+def described(gb_per_s, dtype="f16", dim=64):
     """Two machines of 1 TFLOP/s with a link between them."""
     devices = "".join(
         f"""
 [device.{name}]
 copy_gb_per_s = 100
 memory = "unified"
-attention = [{{ dtype = "f16", head_dim = 64, gflop_per_s = 1000 }}]
+attention = [{{ dtype = "{dtype}", head_dim = {dim}, gflop_per_s = 1000 }}]
 """
         for name in "ab"
     )

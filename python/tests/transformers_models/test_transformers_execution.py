@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from test_cluster import described
 from tiny_models import build, error, on_ranks, output, reference, texts
 
 import kyklos
@@ -192,22 +193,6 @@ def test_a_split_that_makes_a_model_slower_is_told(monkeypatch):
         on_ranks(build("llama"), 2, work, shares="auto")
 
 
-def described(gb_per_s):
-    """Two machines of 1 TFLOP/s with a link between them."""
-    devices = "".join(
-        f"""
-[device.{name}]
-copy_gb_per_s = 100
-memory = "unified"
-attention = [{{ dtype = "f32", head_dim = 16, gflop_per_s = 1000 }}]
-"""
-        for name in "ab"
-    )
-    hosts = "".join(f'[[host]]\nname = "{name}"\ndevices = [{{ kind = "{name}" }}]\n' for name in "ab")
-    link = f"[link.cable]\ngb_per_s = {gb_per_s}\nlatency_us = 1\n"
-    return kyklos.Cluster(f'name = "two"\nbetween_hosts = "cable"\n{devices}{link}{hosts}')
-
-
 def test_with_shares_by_pace_passes_run_by_the_strategy_of_the_least_predicted_time(monkeypatch):
     model, inputs = build("gemma2"), {"input_ids": texts(2, 31)}
     exact, bound, seen = reference(model, **inputs)
@@ -221,7 +206,7 @@ def test_with_shares_by_pace_passes_run_by_the_strategy_of_the_least_predicted_t
         assert sum(counts) & (sum(counts) - 1) == 0
         return [kyklos.Choice(c.strategy, c.mesh, 1e-9 if c.strategy == "pass-q" else c.seconds, c.sent_bytes, c.memory_bytes) for c in found]
 
-    monkeypatch.setattr(kyklos.Group, "cluster", lambda self, *_, **__: described(1))
+    monkeypatch.setattr(kyklos.Group, "cluster", lambda self, *_, **__: described(1, "f32", 16))
     monkeypatch.setattr(kyklos.Cluster, "choices", other)
 
     def work(split, handle, group):

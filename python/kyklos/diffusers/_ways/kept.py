@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from pathlib import Path
@@ -43,7 +44,7 @@ class Kept:
         if self._group.rank:
             return
         entry = _entry(estimate) | {"transformer": self._name, "devices": self._devices, "latents": [list(shape) for shape in latents]}
-        others = _checked(self._path, self._group.size) if self._path.exists() else []
+        others = _checked(self._path) if self._path.exists() else []
         others = [other for other in others if not (self._is_own(other) and other["latents"] == entry["latents"])]
         part = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         part.write_text(json.dumps([*others, entry], indent=1) + "\n", encoding="utf-8")
@@ -56,7 +57,7 @@ class Kept:
         """The text of the file, on all ranks."""
         text = b""
         if self._group.rank == 0 and self._path.exists():
-            own = [entry for entry in _checked(self._path, self._group.size) if self._is_own(entry)]
+            own = [entry for entry in _checked(self._path) if self._is_own(entry)]
             text = json.dumps(own).encode()
         label = f"{self._name[:40]}, kept ways"
         (number,) = broadcast(self._group, [min(len(text), _MOST_BYTES + 1)], f"{label}, length")
@@ -65,7 +66,7 @@ class Kept:
         return bytes(broadcast(self._group, list(text) or [0] * number, label)).decode() if number else ""
 
 
-def _checked(path: Path, size: int) -> list[dict[str, Any]]:
+def _checked(path: Path) -> list[dict[str, Any]]:
     """The entries of a file."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
@@ -87,11 +88,13 @@ def _fits(entry: dict[str, Any], size: int) -> bool:
     shares, entries, pair = entry.get("shares"), entry.get("entries"), entry.get("pair")
     is_one = sum(map(bool, (shares, entries, pair))) == 1
     in_range = pair is None or are_counts(pair, 2) and len(set(pair)) == 2 and max(pair) < size
-    shapes = all(are_counts(shape, len(shape)) for shape in entry["latents"] if isinstance(shape, list))
+    shapes = all(isinstance(shape, list) and are_counts(shape, len(shape)) for shape in entry["latents"])
     execution = entry.get("execution")
     names = isinstance(execution, dict) and all(value is None or isinstance(value, str) for value in execution.values())
     some = (not shares or min(shares) > 0) and (not entries or sum(entries) > 0)
-    return is_one and in_range and shapes and names and some and are_counts(shares, size) and are_counts(entries, size)
+    # Neither infinite nor NaN.
+    took = 0 < entry["seconds"] < math.inf
+    return is_one and in_range and shapes and names and some and took and are_counts(shares, size) and are_counts(entries, size)
 
 
 def _entry(estimate: Estimate) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def test_ways_of_other_groups_are_left_and_stay(kept, field):
     assert json.loads(path.read_text()) == [entry]
 
 
-@pytest.mark.parametrize("wrong", ["no JSON", "[1]", "{}", "pair", "shares", "no way", "two ways", "execution"])
+@pytest.mark.parametrize("wrong", ["no JSON", "[1]", "{}", "pair", "shares", "no way", "two ways", "execution", "latents", "NaN", "Infinity"])
 def test_files_of_another_kind_are_refused(kept, wrong):
     path, _ = kept
     (entry,) = json.loads(path.read_text())
@@ -74,6 +74,9 @@ def test_files_of_another_kind_are_refused(kept, wrong):
         "shares": way | {"shares": [1, 0]},
         "no way": way,
         "two ways": way | {"pair": [0, 1], "entries": [1, 1]},
+        "latents": {"latents": [3]},
+        "NaN": {"seconds": float("nan")},
+        "Infinity": {"seconds": float("inf")},
         "execution": way | {"shares": [1, 1], "execution": {"mesh": 3}},
     }
     path.write_text(json.dumps([entry | changed[wrong]]) if wrong in changed else wrong)
