@@ -48,24 +48,52 @@ pub const fn can_load_drivers() -> bool {
 /// a folder of the platform for this user. `None` if the user has none.
 #[cfg(not(target_arch = "wasm32"))]
 pub fn cache_folder() -> Option<PathBuf> {
-    folder(|name| env::var_os(name))
+    Folder::Caches.find(|name| env::var_os(name))
 }
 
-/// By these variables. Relative paths of the platform and empty names are ignored.
+/// The folder for what this user has set up and Kyklos must not lose, such as invitations. It need
+/// not exist. `None` where the environment does not say where it is.
 #[cfg(not(target_arch = "wasm32"))]
-fn folder(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
-    let absolute = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    if let Some(own) = variable("KYKLOS_CACHE_DIR").filter(|own| !own.is_empty()) {
-        return Some(PathBuf::from(own));
+pub fn settings_folder() -> Option<PathBuf> {
+    Folder::Settings.find(|name| env::var_os(name))
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+#[derive(Clone, Copy)]
+enum Folder {
+    Caches,
+    Settings,
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+impl Folder {
+    /// By these variables. Relative paths of the platform and empty names are ignored.
+    fn find(self, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+        let absolute = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let (own, windows, mac, xdg, home) = match self {
+            Self::Caches => {
+                ("KYKLOS_CACHE_DIR", ("LOCALAPPDATA", "cache"), "Caches", "XDG_CACHE_HOME", ".cache")
+            }
+            Self::Settings => (
+                "KYKLOS_SETTINGS_DIR",
+                ("APPDATA", "settings"),
+                "Application Support",
+                "XDG_CONFIG_HOME",
+                ".config",
+            ),
+        };
+        if let Some(own) = variable(own).filter(|own| !own.is_empty()) {
+            return Some(PathBuf::from(own));
+        }
+        if cfg!(windows) {
+            return Some(absolute(windows.0)?.join("kyklos").join(windows.1));
+        }
+        if cfg!(target_os = "macos") {
+            return Some(absolute("HOME")?.join("Library").join(mac).join("kyklos"));
+        }
+        let base = absolute(xdg).or_else(|| Some(absolute("HOME")?.join(home)))?;
+        Some(base.join("kyklos"))
     }
-    if cfg!(windows) {
-        return Some(absolute("LOCALAPPDATA")?.join("kyklos").join("cache"));
-    }
-    if cfg!(target_os = "macos") {
-        return Some(absolute("HOME")?.join("Library").join("Caches").join("kyklos"));
-    }
-    let caches = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")))?;
-    Some(caches.join("kyklos"))
 }
 
 #[cfg(all(test, not(target_arch = "wasm32")))]
@@ -77,7 +105,8 @@ mod tests {
         let of = |set: &[(&str, &str)]| {
             let set: Vec<(String, OsString)> =
                 set.iter().map(|(k, v)| ((*k).to_owned(), (*v).into())).collect();
-            folder(|name| set.iter().find(|(key, _)| key == name).map(|(_, value)| value.clone()))
+            Folder::Caches
+                .find(|name| set.iter().find(|(key, _)| key == name).map(|(_, value)| value.clone()))
         };
         assert_eq!(of(&[("KYKLOS_CACHE_DIR", "here")]), Some(PathBuf::from("here")));
         assert_eq!(of(&[("KYKLOS_CACHE_DIR", "")]), None);

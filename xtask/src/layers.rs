@@ -7,7 +7,7 @@ use crate::files::{packages, read};
 
 /// Which of our crates each package may name in `[dependencies]`. What tests need
 /// (`[dev-dependencies]`) is free. A package below `demos/` has the rule of `demos`.
-const CRATES: [(&str, &[&str]); 17] = [
+const CRATES: [(&str, &[&str]); 18] = [
     ("rank", &[]),
     ("plan", &["kyklos-rank"]),
     ("shaders", &[]),
@@ -16,6 +16,7 @@ const CRATES: [(&str, &[&str]); 17] = [
     ("cuda-backend", &["kyklos", "kyklos-transport"]),
     ("cuda-backend/fake", &[]),
     ("launch", &["kyklos-transport"]),
+    ("helpers", &["kyklos", "kyklos-plan", "kyklos-transport"]),
     ("tab", &["kyklos"]),
     ("oracle", &[]),
     ("tests/backend-suite", &["kyklos", "kyklos-oracle", "kyklos-transport"]),
@@ -29,11 +30,22 @@ const CRATES: [(&str, &[&str]); 17] = [
             "kyklos-transport",
             "kyklos-cuda",
             "kyklos-launch",
+            "kyklos-helpers",
             "kyklos-tab",
             "kyklos-oracle",
         ],
     ),
-    ("python", &["kyklos", "kyklos-transport", "kyklos-cuda", "kyklos-launch", "kyklos-backend-suite"]),
+    (
+        "python",
+        &[
+            "kyklos",
+            "kyklos-transport",
+            "kyklos-cuda",
+            "kyklos-launch",
+            "kyklos-helpers",
+            "kyklos-backend-suite",
+        ],
+    ),
     ("demos", &["kyklos", "kyklos-transport", "kyklos-cuda", "kyklos-launch", "kyklos-tab", "kyklos-oracle"]),
     ("xtask", &[]),
 ];

@@ -37,6 +37,6 @@ pub use describe::{
 pub use events::{Activity, PredictedEvents, PredictedMessage, PredictedWork, pairs_of_ranks};
 pub use large::{predict, predict_backward, predict_placed};
 pub use prediction::{LinkPrediction, Prediction, RankPrediction};
-pub use shares::{Shares, work_of};
+pub use shares::{Shares, visible_pairs, work_of};
 
 pub use walk::{simulate, simulate_events};

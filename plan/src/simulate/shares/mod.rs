@@ -80,7 +80,7 @@ impl Shares {
                 "let at least one rank compute; of the ranks of a shard, all",
             ));
         }
-        let pairs = visible_pairs(problem);
+        let pairs = all_pairs(problem);
         if pairs == 0.0 {
             return Ok(Self { split: Split::Even, left_out: Vec::new(), limited: Vec::new(), compute_ns: 0 });
         }
@@ -130,7 +130,7 @@ impl Shares {
         }
         let each: Vec<f64> =
             weights.chunks(mesh.ulysses() as usize).map(|shard| shard.iter().sum()).collect();
-        let (all, pairs): (f64, f64) = (each.iter().sum(), visible_pairs(problem));
+        let (all, pairs): (f64, f64) = (each.iter().sum(), all_pairs(problem));
         let active = count(each.iter().filter(|weight| **weight > 0.0).count());
         let ends =
             shards(mesh, capacities).into_iter().zip(&each).map(|(shard, weight)| match *weight > 0.0 {
@@ -148,9 +148,23 @@ pub fn work_of(set: &PlanSet, rank: Rank) -> (u64, u64) {
 }
 
 /// Visible pairs of all heads and batch entries.
-fn visible_pairs(problem: &AttentionProblem) -> f64 {
-    let (q, kv) = (TokenRuns::contiguous(0..problem.q_len), TokenRuns::contiguous(0..problem.kv_len));
-    WorkCounter::default().count(problem, &q, &kv).pairs * f64::from(problem.q_heads)
+fn all_pairs(problem: &AttentionProblem) -> f64 {
+    visible_pairs(problem, 0..problem.q_len) * f64::from(problem.q_heads)
+}
+
+/// Visible (query, key) pairs of the queries `rows` in one head: in all batch entries.
+///
+/// ```
+/// use kyklos_plan::simulate::visible_pairs;
+/// use kyklos_plan::{AttentionProblem, Dtype, Mask};
+///
+/// let problem = AttentionProblem::new([2, 10, 4, 4, 32], Dtype::F32, Mask::causal())?;
+/// assert_eq!(visible_pairs(&problem, 0..10), 2.0 * 55.0);
+/// # Ok::<(), kyklos_plan::Error>(())
+/// ```
+pub fn visible_pairs(problem: &AttentionProblem, rows: std::ops::Range<u32>) -> f64 {
+    let (q, kv) = (TokenRuns::contiguous(rows), TokenRuns::contiguous(0..problem.kv_len));
+    WorkCounter::default().count(problem, &q, &kv).pairs
 }
 
 #[cfg(test)]

@@ -1,0 +1,207 @@
+//! How helpers find their owner: by the token of an invitation.
+//!
+//! The owner has a [`Door`] for each invitation: a thread that forms a group of two with whoever
+//! has its token, again and again. The helper's side is [`Knock`].
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use kyklos::{Error, Result};
+use kyklos_transport::quic::{EnrolConfig, Identity, Invitation, QuicConfig, QuicTransport, Token, enrol};
+use kyklos_transport::{Group, Rank, TransportError};
+
+use crate::owner::Joining;
+
+/// The owner's door for one helper. It stays open until it is dropped.
+#[derive(Debug)]
+pub struct Door {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    name: String,
+    closed: AtomicBool,
+    /// Why nobody could come in, if that is the door's own fault.
+    fault: Mutex<Option<String>>,
+}
+
+impl Door {
+    /// Opens the door for the helper `name`, which then becomes one of the owner of `joining`.
+    pub fn open(name: &str, invitation: Invitation, joining: Joining) -> Self {
+        let shared = Arc::new(Shared {
+            name: name.to_owned(),
+            closed: AtomicBool::new(false),
+            fault: Mutex::default(),
+        });
+        let door = Self { shared: Arc::clone(&shared) };
+        let invitation = Arc::new(invitation);
+        std::thread::spawn(move || {
+            let mut failures = 0;
+            while !shared.closed.load(Ordering::Relaxed) {
+                failures = if shared.let_in(&invitation, &joining, failures) { 0 } else { failures + 1 };
+            }
+        });
+        door
+    }
+
+    /// The name of the helper.
+    pub fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    /// Why no helper can come in through this door, such as a port that another program has.
+    pub fn fault(&self) -> Option<String> {
+        self.shared.fault.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Drop for Door {
+    fn drop(&mut self) {
+        self.shared.closed.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Shared {
+    /// Waits for the helper for a while; if it comes, until it is gone. False if the door itself
+    /// fails, as it has `failures` times before.
+    fn let_in(&self, invitation: &Arc<Invitation>, joining: &Joining, failures: u32) -> bool {
+        let began = Instant::now();
+        let formed = QuicTransport::connect(owner_config(invitation));
+        // What fails at once is the door's own fault; else nobody came.
+        let fault = formed.as_ref().err().filter(|_| began.elapsed() < ROUND / 2).map(ToString::to_string);
+        let has_failed = fault.is_some();
+        // The group before may hold its port for some seconds.
+        let told = fault.filter(|_| failures >= FORGIVEN);
+        *self.fault.lock().unwrap_or_else(PoisonError::into_inner) = told;
+        let Ok(group) = formed else {
+            if has_failed {
+                std::thread::sleep(PAUSE);
+            }
+            return !has_failed;
+        };
+        match joining.add(&self.name, group) {
+            Ok(gone) => {
+                while !gone.is_gone() && !self.closed.load(Ordering::Relaxed) {
+                    std::thread::sleep(LOOK);
+                }
+                gone.close();
+            }
+            Err(error) => {
+                tracing::info!("the helper {} could not join: {error}", self.name);
+                std::thread::sleep(PAUSE);
+            }
+        }
+        true
+    }
+}
+
+fn owner_config(invitation: &Arc<Invitation>) -> QuicConfig {
+    let place = invitation.token().place();
+    let port = place.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).unwrap_or(0);
+    let resolved = place.to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
+    let is_loopback = resolved.is_some_and(|address| address.ip().is_loopback());
+    let host = if is_loopback { resolved.map_or(ANY, |address| address.ip()) } else { ANY };
+    let address = SocketAddr::new(host, port);
+    let identity = invitation.identity().clone();
+    let mut config = QuicConfig::new(Rank(0), 2, invitation.job(), address, identity);
+    config.invitation = Some(Arc::clone(invitation));
+    config.bind = host;
+    config.connect_deadline = ROUND;
+    config.warn = |text, _| tracing::debug!("{text}");
+    config.note = |text| tracing::debug!("{text}");
+    config
+}
+
+/// The helper's side of a [`Door`]: what it needs to find the owner again and again.
+#[derive(Debug)]
+pub struct Knock {
+    token: Token,
+    /// Of the last time, so that the owner need not give another one.
+    identity: Option<Identity>,
+}
+
+impl Knock {
+    /// With this token.
+    ///
+    /// # Errors
+    /// [`Error::Transport`] for a text that is none.
+    pub fn new(token: &str) -> Result<Self> {
+        Ok(Self { token: token.trim().parse::<Token>()?, identity: None })
+    }
+
+    /// Where the owner is, by the token.
+    pub fn place(&self) -> &str {
+        self.token.place()
+    }
+
+    /// Forms the group of two with the owner, as [`help`](crate::help) wants it. Blocks, at most
+    /// `patience` and some seconds. The owner is at `also`, if that is known, or where the token
+    /// says.
+    ///
+    /// # Errors
+    /// [`Error::Transport`] if there is no owner, or it does not take the token.
+    pub fn enter(&mut self, patience: Duration, also: &[SocketAddr]) -> Result<Group> {
+        let mut addresses = also.to_vec();
+        match self.token.place().to_socket_addrs() {
+            Ok(resolved) => addresses.extend(resolved),
+            Err(error) if addresses.is_empty() => {
+                return Err(Error::request(
+                    format!("the owner's address {} is not known: {error}", self.token.place()),
+                    "write the address of the owner that this machine can reach",
+                ));
+            }
+            Err(_) => {}
+        }
+        let Some(&first) = addresses.first() else {
+            return Err(Error::request(
+                format!("{} has no address", self.token.place()),
+                "write another address",
+            ));
+        };
+        let identity = match self.identity.take() {
+            Some(identity) => identity,
+            None => {
+                let mut config = EnrolConfig::new(self.token.clone(), first);
+                config.coordinator_also = addresses[1..].to_vec();
+                config.deadline = patience;
+                config.bind_both_families();
+                enrol(config)?.identity
+            }
+        };
+        let job = identity.claims()?.job;
+        let mut config = QuicConfig::new(Rank(1), 2, job, first, identity.clone());
+        config.coordinator_also = addresses[1..].to_vec();
+        config.connect_deadline = patience;
+        config.warn = |text, _| tracing::debug!("{text}");
+        config.note = |text| tracing::debug!("{text}");
+        config.bind_both_families();
+        let group = QuicTransport::connect(config)?;
+        // Only one that the owner has taken is worth keeping.
+        self.identity = Some(identity);
+        Ok(group)
+    }
+
+    /// Whether the next try may end otherwise, after this error of [`Self::enter`].
+    pub fn may_try_again(error: &Error) -> bool {
+        use kyklos_transport::BootstrapKind;
+
+        match error {
+            Error::Transport(error @ TransportError::Bootstrap { .. }) => {
+                !matches!(error.bootstrap_kind(), BootstrapKind::Token)
+            }
+            Error::Request { .. } => false,
+            _ => true,
+        }
+    }
+}
+
+const ANY: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
+/// For how long a door waits at a time.
+const ROUND: Duration = Duration::from_secs(10);
+/// Failures in a row before they are told.
+const FORGIVEN: u32 = 4;
+const PAUSE: Duration = Duration::from_secs(1);
+const LOOK: Duration = Duration::from_millis(100);

@@ -1,0 +1,479 @@
+//! Who computes what: shares of a call by the speeds of devices and links, and the time that they
+//! take. Pure: no device, no network, no clock.
+
+use std::ops::Range;
+
+use kyklos::{Result, WireFormat};
+use kyklos_plan::simulate::visible_pairs;
+
+use crate::call::{Call, Part, Shape};
+use crate::encoding::{Encoding, Role};
+use crate::message::{keys_shape, queries_shape, result_shapes};
+
+/// How fast a device attends in calls of one class.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeviceSpeed {
+    /// Visible (query, key) pairs of all heads in a second.
+    pub pairs_per_s: f64,
+    /// Seconds of a call with hardly any work.
+    pub step_s: f64,
+}
+
+/// How fast a link moves bytes, seen from the owner.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinkSpeed {
+    /// To the helper.
+    pub up_bytes_per_s: f64,
+    /// From the helper.
+    pub down_bytes_per_s: f64,
+    /// Seconds of a message of a few bytes.
+    pub hop_s: f64,
+}
+
+/// A helper, as a forecast needs to know it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HelperSpeed {
+    /// Its device.
+    pub device: DeviceSpeed,
+    /// Its link.
+    pub link: LinkSpeed,
+    /// Bytes of tensors that it takes at a time; none: not known.
+    pub memory_bytes: Option<u64>,
+    /// Seconds that its last calls took, over those that were forecast.
+    pub slowness: f64,
+}
+
+/// The owner.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct OwnerSpeed {
+    /// Its device.
+    pub device: DeviceSpeed,
+    /// Bytes that it copies from its tensors to messages, or back, in a second.
+    pub copies_bytes_per_s: f64,
+}
+
+/// The part of one helper in a call.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Share {
+    /// Index of the helper.
+    pub helper: usize,
+    /// What it computes, in this order. Consecutive parts of the same heads share their keys.
+    pub parts: Vec<Part>,
+    /// Its part of the call's pairs, between 0 and 1.
+    pub fraction: f64,
+    /// When its last result is with the owner, in seconds.
+    pub end_s: f64,
+    /// Seconds of its link to the helper, of its device, and of its link back.
+    pub busy_s: [f64; 3],
+    /// Bytes to the helper, and back.
+    pub bytes: [u64; 2],
+}
+
+/// How a call is shared, and what that takes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Forecast {
+    /// What the owner computes itself.
+    pub own: Vec<Part>,
+    /// What helpers compute; empty: the owner computes everything.
+    pub shares: Vec<Share>,
+    /// Seconds of the call.
+    pub total_s: f64,
+    /// Seconds of the call if the owner computes everything.
+    pub alone_s: f64,
+}
+
+impl Forecast {
+    /// `alone_s` over `total_s`.
+    pub fn gain(&self) -> f64 {
+        self.alone_s / self.total_s.max(f64::MIN_POSITIVE)
+    }
+}
+
+/// A call that can be cut: into heads, and into rows where heads are few.
+#[derive(Debug)]
+pub struct Cuts {
+    shape: Shape,
+    encoding: Encoding,
+    gradients: bool,
+    bias_bytes: u64,
+    /// The rows of the blocks of each head.
+    blocks: Vec<Range<u32>>,
+    /// Pairs of each block of one key/value head, times the work of gradients.
+    weights: Vec<f64>,
+}
+
+impl Cuts {
+    /// The cuts of a call for at most `helpers` helpers.
+    ///
+    /// # Errors
+    /// [`kyklos::Error::Request`] for a call that no device can compute.
+    pub fn new(call: &Call, shape: &Shape, helpers: usize) -> Result<Self> {
+        let problem = call.problem(shape)?;
+        // The gradients of keys are sums over all rows: these calls are cut into heads only.
+        let wanted = SLOTS_PER_DEVICE * (u32::try_from(helpers).unwrap_or(64) + 1);
+        let most = if call.gradients { 1 } else { (shape.q_len / LEAST_ROWS).max(1) };
+        let count = wanted.div_ceil(shape.kv_heads.max(1)).clamp(1, most);
+        let rows = shape.q_len.div_ceil(count).next_multiple_of(ROWS);
+        let starts = (0..count).map(|block| (block * rows).min(shape.q_len));
+        let blocks: Vec<_> = starts
+            .map(|start| start..(start + rows).min(shape.q_len))
+            .filter(|rows| !rows.is_empty() || shape.q_len == 0)
+            .collect();
+        let products = if call.gradients { GRADIENT_WORK } else { 1.0 };
+        let pairs =
+            |rows: &Range<u32>| visible_pairs(&problem, rows.clone()) * f64::from(shape.group()) * products;
+        let weights = blocks.iter().map(pairs).collect();
+        let bias_bytes = call.bias.as_ref().map_or(0, |(_, rows)| rows.len() as u64);
+        let encoding = Encoding { dtype: shape.dtype, wire: call.wire };
+        Ok(Self { shape: *shape, encoding, gradients: call.gradients, bias_bytes, blocks, weights })
+    }
+
+    /// Pairs of the whole call; of gradients as many as take the same time.
+    pub fn pairs(&self) -> f64 {
+        self.weights.iter().sum::<f64>() * f64::from(self.shape.kv_heads)
+    }
+
+    fn slots(&self) -> usize {
+        self.blocks.len() * self.shape.kv_heads as usize
+    }
+
+    fn weight(&self, slots: Range<usize>) -> f64 {
+        slots.map(|slot| self.weights[slot % self.blocks.len()]).sum()
+    }
+
+    /// Slots as parts: the last rows of a head, whole heads, the first rows of another one.
+    fn parts(&self, slots: Range<usize>) -> Vec<Part> {
+        let count = self.blocks.len();
+        let mut parts: Vec<Part> = Vec::new();
+        for slot in slots {
+            let head = u32::try_from(slot / count).unwrap_or(u32::MAX);
+            let rows = self.blocks[slot % count].clone();
+            match parts.last_mut().filter(|part| part.kv_heads == (head..head + 1)) {
+                Some(part) => part.rows.end = rows.end,
+                None => parts.push(Part { kv_heads: head..head + 1, rows }),
+            }
+        }
+        let mut merged: Vec<Part> = Vec::new();
+        for part in parts {
+            let whole = |part: &Part| part.rows == (0..self.shape.q_len);
+            match merged.last_mut().filter(|last| whole(last) && whole(&part)) {
+                Some(last) => last.kv_heads.end = part.kv_heads.end,
+                None => merged.push(part),
+            }
+        }
+        merged
+    }
+
+    /// These parts in pieces, about `count` of them: several heads, or rows of one.
+    fn pieces(&self, parts: Vec<Part>, count: u32) -> Vec<Part> {
+        let heads: u32 = parts.iter().map(|part| part.kv_heads.end - part.kv_heads.start).sum();
+        let mut pieces = Vec::new();
+        for part in parts {
+            let part_heads = part.kv_heads.end - part.kv_heads.start;
+            if part_heads > 1 {
+                let each = heads.div_ceil(count).max(1);
+                let mut start = part.kv_heads.start;
+                while start < part.kv_heads.end {
+                    let end = (start + each).min(part.kv_heads.end);
+                    pieces.push(Part { kv_heads: start..end, rows: part.rows.clone() });
+                    start = end;
+                }
+            } else if self.gradients || count == 1 {
+                pieces.push(part);
+            } else {
+                let length = part.rows.end - part.rows.start;
+                let each = length.div_ceil(count.div_ceil(heads)).next_multiple_of(ROWS).max(LEAST_ROWS);
+                let mut start = part.rows.start;
+                while start < part.rows.end {
+                    let end = (start + each).min(part.rows.end);
+                    pieces.push(Part { kv_heads: part.kv_heads.clone(), rows: start..end });
+                    start = end;
+                }
+            }
+        }
+        pieces
+    }
+
+    /// Bytes of a piece's messages, to the helper and back.
+    fn bytes(&self, piece: &Part, new_keys: bool) -> [u64; 2] {
+        let shape = piece.shape(&self.shape);
+        let of = |shape, role| self.encoding.part_bytes(shape, role).iter().sum::<usize>() as u64;
+        let (q, kv) = (queries_shape(&shape), keys_shape(&shape));
+        let mut up = of(q, Role::Rows) * if self.gradients { 2 } else { 1 };
+        if new_keys {
+            up += of(kv, Role::Keys) + of(kv, Role::Rows);
+        }
+        up += self.bias_bytes * u64::from(shape.q_heads) / u64::from(self.shape.q_heads.max(1));
+        let down = result_shapes(&shape, self.gradients).into_iter().map(|shape| of(shape, Role::Rows)).sum();
+        [up, down]
+    }
+
+    /// What a helper takes for these slots: its share, in as many pieces as are fastest.
+    fn share(&self, helper: usize, speed: &HelperSpeed, slots: Range<usize>) -> Option<Share> {
+        let weight = self.weight(slots.clone());
+        let all = self.pairs();
+        let each = COUNTS.iter().filter_map(|count| {
+            let parts = self.pieces(self.parts(slots.clone()), *count);
+            self.run(helper, speed, parts, weight, all)
+        });
+        each.min_by(|a, b| a.end_s.total_cmp(&b.end_s))
+    }
+
+    /// The pieces one after the other over three stations: the link to the helper, its device, the
+    /// link back. None if the helper has not the memory.
+    fn run(
+        &self,
+        helper: usize,
+        speed: &HelperSpeed,
+        parts: Vec<Part>,
+        weight: f64,
+        all: f64,
+    ) -> Option<Share> {
+        let &HelperSpeed { device, link, memory_bytes, slowness } = speed;
+        let (mut arrives, mut computed, mut back) = (link.hop_s, 0.0_f64, 0.0_f64);
+        let (mut busy_s, mut bytes, mut largest) = ([0.0; 3], [0, 0], [0, 0]);
+        let mut before: Option<&Part> = None;
+        for part in &parts {
+            let new_keys = before.is_none_or(|before| before.kv_heads != part.kv_heads);
+            let [up, down] = self.bytes(part, new_keys);
+            let pairs = self.pairs_of(part);
+            let stations = [
+                float(up) / link.up_bytes_per_s,
+                pairs / device.pairs_per_s + device.step_s,
+                float(down) / link.down_bytes_per_s,
+            ];
+            arrives += stations[0];
+            computed = computed.max(arrives) + stations[1];
+            back = back.max(computed) + stations[2];
+            for (sum, station) in busy_s.iter_mut().zip(stations) {
+                *sum += station;
+            }
+            bytes = [bytes[0] + up, bytes[1] + down];
+            largest = [largest[0].max(up), largest[1].max(down)];
+            before = Some(part);
+        }
+        // Pieces arrive and leave while one is computed, and each is on the device too.
+        let holds = WINDOW as u64 * 2 * (largest[0] + largest[1]);
+        if memory_bytes.is_some_and(|memory| holds > memory) {
+            return None;
+        }
+        let end_s = (back + 2.0 * link.hop_s) * slowness;
+        Some(Share { helper, parts, fraction: weight / all.max(f64::MIN_POSITIVE), end_s, busy_s, bytes })
+    }
+
+    fn pairs_of(&self, part: &Part) -> f64 {
+        let heads = f64::from(part.kv_heads.end - part.kv_heads.start);
+        let mut pairs = 0.0;
+        for (rows, weight) in self.blocks.iter().zip(&self.weights) {
+            let (start, end) = (rows.start.max(part.rows.start), rows.end.min(part.rows.end));
+            if start < end {
+                pairs += weight * f64::from(end - start) / f64::from(rows.end - rows.start);
+            }
+        }
+        pairs * heads
+    }
+
+    /// Seconds of the owner for so much of the call beside messages of `bytes`.
+    fn own_s(&self, owner: &OwnerSpeed, weight: f64, bytes: u64) -> f64 {
+        let steps = if weight > 0.0 { owner.device.step_s } else { 0.0 };
+        weight / owner.device.pairs_per_s + steps + float(bytes) / owner.copies_bytes_per_s
+    }
+
+    /// The shares with which the call ends first; without any where helpers do not pay.
+    pub fn forecast(&self, owner: &OwnerSpeed, helpers: &[HelperSpeed]) -> Forecast {
+        let alone_s = self.own_s(owner, self.pairs(), 0);
+        let alone =
+            Forecast { own: self.parts(0..self.slots()), shares: Vec::new(), total_s: alone_s, alone_s };
+        let (mut low, mut high, mut best) = (0.0, alone_s, None);
+        // To a thousandth of the time alone.
+        for _ in 0..SEARCHES {
+            let target = f64::midpoint(low, high);
+            match self.within(owner, helpers, target) {
+                Some(found) => {
+                    high = target;
+                    best = Some(found);
+                }
+                None => low = target,
+            }
+        }
+        match best {
+            Some((own, shares)) if !shares.is_empty() => {
+                let bytes = shares.iter().map(|share| share.bytes[0] + share.bytes[1]).sum();
+                let own_s = self.own_s(owner, self.weight(0..own), bytes);
+                let total_s = shares.iter().map(|share| share.end_s).fold(own_s, f64::max);
+                if total_s > alone_s * PAYS {
+                    return alone;
+                }
+                Forecast { own: self.parts(0..own), shares, total_s, alone_s }
+            }
+            _ => alone,
+        }
+    }
+
+    /// Shares with which all are ready at `target`, with the slots of the owner; if there are any.
+    fn within(
+        &self,
+        owner: &OwnerSpeed,
+        helpers: &[HelperSpeed],
+        target: f64,
+    ) -> Option<(usize, Vec<Share>)> {
+        let mut left = self.slots();
+        let mut shares = Vec::new();
+        for (index, speed) in helpers.iter().enumerate() {
+            let fits = |count: usize| {
+                let share = self.share(index, speed, left - count..left);
+                share.filter(|share| share.end_s <= target)
+            };
+            // The most slots that fit: more take longer.
+            let (mut most, mut found, mut beyond) = (0, None, left + 1);
+            while beyond - most > 1 {
+                let middle = usize::midpoint(most, beyond);
+                match fits(middle) {
+                    Some(share) => (most, found) = (middle, Some(share)),
+                    None => beyond = middle,
+                }
+            }
+            left -= most;
+            shares.extend(found);
+        }
+        let bytes = shares.iter().map(|share| share.bytes[0] + share.bytes[1]).sum();
+        (self.own_s(owner, self.weight(0..left), bytes) <= target).then_some((left, shares))
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "bytes, to a few digits")]
+fn float(bytes: u64) -> f64 {
+    bytes as f64
+}
+
+/// Bytes of a call's tensors on the wire, for texts.
+pub fn wire_bytes(shape: &Shape, wire: WireFormat) -> u64 {
+    let encoding = Encoding { dtype: shape.dtype, wire };
+    let of = |shape, role| encoding.part_bytes(shape, role).iter().sum::<usize>() as u64;
+    2 * of(queries_shape(shape), Role::Rows)
+        + of(keys_shape(shape), Role::Keys)
+        + of(keys_shape(shape), Role::Rows)
+}
+
+/// So many blocks for each device make a share exact to some percents.
+const SLOTS_PER_DEVICE: u32 = 12;
+/// Rows of a block are a multiple of it, as kernels take them.
+const ROWS: u32 = 64;
+/// A piece with fewer rows has more keys than queries to send.
+const LEAST_ROWS: u32 = 256;
+/// In about how many pieces a share may be cut.
+const COUNTS: [u32; 5] = [1, 2, 4, 8, 16];
+/// Pieces that a helper takes ahead, the one that it computes among them.
+pub(crate) const WINDOW: usize = 2;
+/// A helper computes the output again and then gradients: seven products beside two.
+const GRADIENT_WORK: f64 = 4.5;
+const SEARCHES: u32 = 12;
+/// Helpers that save less are left out.
+const PAYS: f64 = 0.95;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kyklos::{Dtype, Mask};
+
+    fn shape(kv_heads: u32, tokens: u32) -> Shape {
+        let dtype = Dtype::F16;
+        Shape { batch: 1, q_len: tokens, kv_len: tokens, q_heads: kv_heads, kv_heads, head_dim: 128, dtype }
+    }
+
+    fn owner() -> OwnerSpeed {
+        let device = DeviceSpeed { pairs_per_s: 8e10, step_s: 1e-4 };
+        OwnerSpeed { device, copies_bytes_per_s: 1e12 }
+    }
+
+    fn helper(pairs_per_s: f64, bytes_per_s: f64) -> HelperSpeed {
+        let link = LinkSpeed { up_bytes_per_s: bytes_per_s, down_bytes_per_s: bytes_per_s, hop_s: 1e-4 };
+        let device = DeviceSpeed { pairs_per_s, step_s: 1e-4 };
+        HelperSpeed { device, link, memory_bytes: None, slowness: 1.0 }
+    }
+
+    /// Every row of every head is computed once.
+    fn check_cover(forecast: &Forecast, shape: &Shape) {
+        let mut seen = vec![0_u32; (shape.kv_heads * shape.q_len) as usize];
+        let shares = forecast.shares.iter().flat_map(|share| &share.parts);
+        for part in forecast.own.iter().chain(shares) {
+            for head in part.kv_heads.clone() {
+                for row in part.rows.clone() {
+                    seen[(head * shape.q_len + row) as usize] += 1;
+                }
+            }
+        }
+        assert!(seen.iter().all(|count| *count == 1), "{forecast:?}");
+    }
+
+    #[test]
+    fn shares_follow_speeds_and_cover_the_call() {
+        for (kv_heads, tokens, mask) in [
+            (40, 8192, Mask::full()),
+            (1, 10_000, Mask::causal()),
+            (3, 1000, Mask::causal()),
+            (2, 64, Mask::full()),
+        ] {
+            let (shape, call) = (shape(kv_heads, tokens), Call { mask, ..Call::default() });
+            let cuts = Cuts::new(&call, &shape, 2).unwrap();
+            for helpers in [vec![], vec![helper(8e10, 1e11)], vec![helper(4e10, 1e11), helper(8e10, 1e11)]] {
+                let forecast = cuts.forecast(&owner(), &helpers);
+                check_cover(&forecast, &shape);
+                assert!(forecast.total_s <= forecast.alone_s);
+            }
+        }
+        let (shape, call) = (shape(40, 32_768), Call::default());
+        let cuts = Cuts::new(&call, &shape, 1).unwrap();
+        let equal = cuts.forecast(&owner(), &[helper(8e10, 1e11)]);
+        assert!((equal.shares[0].fraction - 0.5).abs() < 0.04 && equal.gain() > 1.85, "{equal:?}");
+        let third = cuts.forecast(&owner(), &[helper(4e10, 1e11)]);
+        assert!((third.shares[0].fraction - 1.0 / 3.0).abs() < 0.04, "{third:?}");
+    }
+
+    #[test]
+    fn a_helper_that_does_not_pay_is_left_out() {
+        let (shape, call) = (shape(40, 8192), Call::default());
+        let cuts = Cuts::new(&call, &shape, 2).unwrap();
+        // A slow link, a slow device, and no memory.
+        for useless in [
+            helper(8e10, 1e7),
+            helper(1e9, 1e11),
+            HelperSpeed { memory_bytes: Some(1000), ..helper(8e10, 1e11) },
+        ] {
+            let forecast = cuts.forecast(&owner(), &[useless]);
+            assert!(forecast.shares.is_empty() && forecast.gain() == 1.0, "{forecast:?}");
+            let both = cuts.forecast(&owner(), &[useless, helper(8e10, 1e11)]);
+            assert_eq!(both.shares.iter().map(|share| share.helper).collect::<Vec<_>>(), [1]);
+        }
+    }
+
+    #[test]
+    fn less_memory_means_smaller_pieces() {
+        let (shape, call) = (shape(40, 8192), Call::default());
+        let cuts = Cuts::new(&call, &shape, 1).unwrap();
+        let head_bytes = 4 * 8192 * 128 * 2;
+        let small = HelperSpeed { memory_bytes: Some(2 * 2 * head_bytes * 2), ..helper(8e10, 1e11) };
+        let forecast = cuts.forecast(&owner(), &[small]);
+        assert!(forecast.shares[0].parts.iter().all(|part| part.kv_heads.len() <= 2), "{forecast:?}");
+    }
+
+    #[test]
+    fn gradients_are_cut_into_whole_heads() {
+        let (shape, call) = (shape(3, 4096), Call { gradients: true, ..Call::default() });
+        let cuts = Cuts::new(&call, &shape, 1).unwrap();
+        let forecast = cuts.forecast(&owner(), &[helper(8e10, 1e11)]);
+        check_cover(&forecast, &shape);
+        assert!(forecast.shares[0].parts.iter().all(|part| part.rows == (0..4096)), "{forecast:?}");
+    }
+
+    #[test]
+    fn slow_links_pay_for_long_sequences_only() {
+        // 2.5 GbE, equal devices: pairs grow with the square of tokens, bytes with tokens.
+        let gain = |tokens| {
+            let shape = shape(40, tokens);
+            Cuts::new(&Call::default(), &shape, 1).unwrap().forecast(&owner(), &[helper(8e10, 2.8e8)]).gain()
+        };
+        let gains = [4096, 16_384, 65_536, 262_144].map(gain);
+        assert!(gains.is_sorted() && gains[0] == 1.0 && gains[3] > 1.7, "{gains:?}");
+    }
+}

@@ -1,0 +1,382 @@
+//! The shares of one call while helpers compute them.
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use kyklos::backend::Device;
+use kyklos::{Error, Result, Tensor};
+use kyklos_transport::{Group, Posted};
+
+use super::{Class, OWNER, Owner, Request, piece_tags};
+use crate::call::{Call, Part, Shape};
+use crate::encoding::{Encoding, Role};
+use crate::forecast::{Forecast, Share};
+use crate::message::{HELPER, STATUS_BYTES, Status, Work, keys_shape, result_shapes};
+use crate::owner::HelperState;
+use crate::wait::wait_until;
+
+/// The tensors of one part, dense and in host memory.
+#[derive(Clone, Debug)]
+pub struct Inputs {
+    /// Its rows and heads of q: `[batch, rows, query heads, dim]`.
+    pub q: Tensor,
+    /// Its heads of k and v, `[batch, kv_len, heads, dim]`: of the first part of its heads in a
+    /// share, and none for the parts after it that have the same heads.
+    pub keys: Option<[Tensor; 2]>,
+    /// For gradients: shaped as q.
+    pub d_o: Option<Tensor>,
+}
+
+/// What helpers returned of one call: for each share, for each of its parts, the output `[batch,
+/// rows, query heads, dim]`, or the gradients of q, k and v; none for what is missing, which the
+/// caller computes.
+pub type Results = Vec<Vec<(Part, Option<Vec<Tensor>>)>>;
+
+/// The shares of one call, which helpers compute.
+#[derive(Debug)]
+pub struct Flight {
+    call: Call,
+    shape: Shape,
+    forecast: Forecast,
+    began: Instant,
+    sent: Vec<Sent>,
+}
+
+/// The share of one helper.
+#[derive(Debug)]
+struct Sent {
+    number: u64,
+    name: String,
+    share: Share,
+    inputs: Vec<Inputs>,
+    answers: Vec<(Posted<Vec<Bytes>>, Posted<Vec<Bytes>>)>,
+}
+
+/// What came of a share.
+struct Outcome {
+    results: Vec<Option<Vec<Tensor>>>,
+    computing_s: f64,
+    /// Why parts are missing.
+    fault: Option<Fault>,
+    /// Whether the owner waited for the last part.
+    waited: bool,
+}
+
+enum Fault {
+    /// The helper said so.
+    Refused(String),
+    Late,
+    Lost(String),
+}
+
+impl Owner {
+    /// Sends the shares of a call to the helpers: `inputs` has those of each part of each share of
+    /// `forecast`, which is of [`Self::decide`]. `copying` is how long it took to make them.
+    ///
+    /// # Errors
+    /// [`Error::Request`] for tensors of other shapes, and for elements that the wire format
+    /// cannot hold: then nothing has been sent.
+    pub fn begin(
+        &mut self,
+        call: &Call,
+        shape: &Shape,
+        forecast: Forecast,
+        inputs: Vec<Vec<Inputs>>,
+        copying: Duration,
+    ) -> Result<Flight> {
+        let began = Instant::now();
+        let encoding = Encoding { dtype: shape.dtype, wire: call.wire };
+        let device = Device::cpu();
+        let deadline_ms = deadline(&forecast);
+        let mut prepared = Vec::new();
+        for (share, inputs) in forecast.shares.iter().zip(&inputs) {
+            let work = Work::new(call, shape, &share.parts, deadline_ms);
+            prepared.push((messages(call, shape, encoding, &device, share, &work, inputs)?, work));
+        }
+        let bytes: u64 = forecast.shares.iter().map(|share| share.bytes[0]).sum();
+        self.learn_copies(bytes, copying + began.elapsed());
+        let mut sent = Vec::new();
+        for ((share, inputs), (messages, work)) in forecast.shares.iter().zip(inputs).zip(prepared) {
+            let link = &mut self.links[share.helper];
+            let deadline = Duration::from_millis(deadline_ms);
+            let op = link.request(&Request::Attend(work.clone()));
+            let mut answers = Vec::new();
+            for (index, (piece, parts)) in work.pieces.iter().zip(messages).enumerate() {
+                let [there, status, results] = piece_tags(op, index);
+                // What comes of a message shows in the answer to it.
+                drop(link.group.post_send(HELPER, there, parts, deadline));
+                let bytes = work.result_bytes(piece)?;
+                answers.push((
+                    link.group.post_recv(HELPER, status, &[STATUS_BYTES], deadline),
+                    link.group.post_recv(HELPER, results, &bytes, deadline),
+                ));
+            }
+            let (number, name) = (link.number, link.name.clone());
+            let status = self.status_of(&name);
+            status.state = HelperState::Working;
+            status.sent(share);
+            sent.push(Sent { number, name, share: share.clone(), inputs, answers });
+        }
+        Ok(Flight { call: call.clone(), shape: *shape, forecast, began, sent })
+    }
+
+    #[expect(clippy::cast_precision_loss, reason = "bytes, to a few digits")]
+    fn learn_copies(&mut self, bytes: u64, took: Duration) {
+        let seconds = took.as_secs_f64();
+        if bytes > 1 << 20 && seconds > 0.0 {
+            self.copies_bytes_per_s = (self.copies_bytes_per_s * bytes as f64 / seconds).sqrt();
+        }
+    }
+
+    /// Takes what the helpers have computed, and does not wait much longer than was forecast.
+    /// `own_s`: for how long the caller has computed its own part, if it knows. Blocks.
+    ///
+    /// # Errors
+    /// Of the processor, where results are checked. That helpers fail is none.
+    pub fn finish(&mut self, flight: Flight, own_s: Option<f64>) -> Result<Results> {
+        let Flight { call, shape, forecast, began, sent } = flight;
+        let class = Class::of(&call, &shape);
+        let pairs = self.forecasts.pairs(&call, &shape)?;
+        if let Some(own_s) = own_s {
+            let own: f64 = 1.0 - forecast.shares.iter().map(|share| share.fraction).sum::<f64>();
+            self.classes.entry(class).or_default().own(pairs * own, own_s, false);
+        }
+        let mut all = Vec::new();
+        for helper in sent {
+            let patience = forecast.total_s.max(helper.share.end_s) * PATIENCE + PATIENCE_S;
+            let until = (began + Duration::from_secs_f64(patience.min(MOST_PATIENCE_S)))
+                .max(Instant::now() + Duration::from_secs_f64(LEAST_PATIENCE_S));
+            let Sent { number, name, share, inputs, answers } = helper;
+            let group = self.links.iter().find(|link| link.number == number).map(|link| link.group.clone());
+            let mut outcome = received(&call, &shape, &share, answers, until, group.as_ref());
+            let seconds = began.elapsed().as_secs_f64();
+            self.check(&call, &shape, &share, &inputs, &mut outcome, forecast.alone_s)?;
+            if outcome.fault.is_none() {
+                let known = self.classes.entry(class).or_default();
+                known.helped(
+                    number,
+                    pairs * share.fraction,
+                    outcome.computing_s,
+                    seconds,
+                    share.end_s,
+                    outcome.waited,
+                );
+            }
+            self.account(number, &name, &share, &outcome, class, seconds);
+            all.push(share.parts.into_iter().zip(outcome.results).collect());
+        }
+        let missing = all.iter().flatten().any(|(_, results): &(Part, Option<_>)| results.is_none());
+        let seconds = began.elapsed().as_secs_f64() * if missing { 2.0 } else { 1.0 };
+        if forecast.alone_s > 0.0 {
+            self.classes.entry(class).or_default().shared(seconds, forecast.alone_s);
+        }
+        Ok(all)
+    }
+
+    /// Computes a row of the results again; a helper whose row is wrong gives none.
+    fn check(
+        &mut self,
+        call: &Call,
+        shape: &Shape,
+        share: &Share,
+        inputs: &[Inputs],
+        outcome: &mut Outcome,
+        alone_s: f64,
+    ) -> Result<()> {
+        // At most a hundredth of the call goes into checks.
+        let seldom = (self.checking_s / (alone_s * 0.01).max(1e-6)).ceil().clamp(1.0, 1e6);
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped")]
+        if !self.options.check || self.checker.random(seldom as u32) != 0 {
+            return Ok(());
+        }
+        let there: Vec<usize> = (0..inputs.len()).filter(|index| outcome.results[*index].is_some()).collect();
+        let Some(index) = there.get(self.checker.random(u32::try_from(there.len()).unwrap_or(1)) as usize)
+        else {
+            return Ok(());
+        };
+        let Some(keys) = inputs[..=*index].iter().rev().find_map(|inputs| inputs.keys.as_ref()) else {
+            return Ok(());
+        };
+        let Some(results) = &outcome.results[*index] else { return Ok(()) };
+        let began = Instant::now();
+        let part = &share.parts[*index];
+        let of_part = (&part.call(call, shape), &part.shape(shape));
+        let wrong = self.checker.wrong(of_part, &inputs[*index], keys, results, call.wire)?;
+        self.checking_s = began.elapsed().as_secs_f64();
+        if let Some(what) = wrong {
+            outcome.results.iter_mut().for_each(|results| *results = None);
+            outcome.fault = Some(Fault::Lost(format!("{LIED}{what}")));
+        }
+        Ok(())
+    }
+
+    /// Notes what became of a helper.
+    fn account(
+        &mut self,
+        number: u64,
+        name: &str,
+        share: &Share,
+        outcome: &Outcome,
+        class: Class,
+        seconds: f64,
+    ) {
+        let status = self.status_of(name);
+        status.received(share, outcome.fault.is_none());
+        match &outcome.fault {
+            None => status.state = HelperState::Ready,
+            Some(Fault::Refused(text)) => {
+                status.refused(text);
+                // It stays for other classes of calls.
+                if let Some(link) = self.links.iter_mut().find(|link| link.number == number) {
+                    link.speeds.values_mut().for_each(|speed| *speed = None);
+                }
+            }
+            Some(Fault::Late) => {
+                let known = self.classes.entry(class).or_default();
+                known.helped(number, 0.0, 0.0, 2.0 * seconds, share.end_s, true);
+                self.status_of(name).late();
+                self.drain(number);
+            }
+            Some(Fault::Lost(text)) if text.starts_with(LIED) => {
+                self.status_of(name).lied(&text[LIED.len()..]);
+                self.dismiss(number);
+            }
+            Some(Fault::Lost(text)) => {
+                status.lost(text.clone());
+                self.dismiss(number);
+            }
+        }
+    }
+}
+
+/// The messages of a share.
+fn messages(
+    call: &Call,
+    shape: &Shape,
+    encoding: Encoding,
+    device: &Device,
+    share: &Share,
+    work: &Work,
+    inputs: &[Inputs],
+) -> Result<Vec<Vec<Bytes>>> {
+    let mut messages = Vec::new();
+    for ((part, piece), inputs) in share.parts.iter().zip(&work.pieces).zip(inputs) {
+        let mut parts = encoding.encode(device, &inputs.q, Role::Rows)?;
+        if piece.new_keys {
+            let Some([k, v]) = &inputs.keys else {
+                return Err(Error::request(
+                    "a part without its keys",
+                    "give them with the first part of its heads",
+                ));
+            };
+            parts.extend(encoding.encode(device, k, Role::Keys)?);
+            parts.extend(encoding.encode(device, v, Role::Rows)?);
+        }
+        if let Some((_, rows)) = part.call(call, shape).bias {
+            parts.push(rows);
+        }
+        if let Some(d_o) = &inputs.d_o {
+            parts.extend(encoding.encode(device, d_o, Role::Rows)?);
+        }
+        let sizes: Vec<usize> = parts.iter().map(Bytes::len).collect();
+        let wanted = work.input_bytes(piece)?;
+        if sizes != wanted {
+            return Err(Error::request(
+                format!("a part whose tensors have {sizes:?} bytes, its shape needs {wanted:?}"),
+                "give the rows and heads of the part",
+            ));
+        }
+        messages.push(parts);
+    }
+    Ok(messages)
+}
+
+/// Waits for the results of a share.
+fn received(
+    call: &Call,
+    shape: &Shape,
+    share: &Share,
+    answers: Vec<(Posted<Vec<Bytes>>, Posted<Vec<Bytes>>)>,
+    until: Instant,
+    group: Option<&Group>,
+) -> Outcome {
+    let encoding = Encoding { dtype: shape.dtype, wire: call.wire };
+    let device = Device::cpu();
+    let mut outcome = Outcome { results: Vec::new(), computing_s: 0.0, fault: None, waited: false };
+    for (part, (mut status, mut results)) in share.parts.iter().zip(answers) {
+        let fault = outcome.fault.is_some() || group.is_none();
+        let arrived = if fault {
+            None
+        } else {
+            let began = Instant::now();
+            let arrived = arrived(&mut status, &mut results, until);
+            outcome.waited |= began.elapsed() > WAITED;
+            match arrived {
+                Ok((status, parts)) => {
+                    #[expect(clippy::cast_precision_loss, reason = "nanoseconds of a call")]
+                    let seconds = status.compute_ns as f64 / 1e9;
+                    outcome.computing_s += seconds;
+                    Some(parts)
+                }
+                Err(fault) => {
+                    outcome.fault = Some(fault);
+                    None
+                }
+            }
+        };
+        let decoded = arrived.and_then(|parts| {
+            let mut parts = parts.into_iter();
+            let shapes = result_shapes(&part.shape(shape), call.gradients);
+            debug_assert!(!call.gradients || shapes[1] == keys_shape(&part.shape(shape)));
+            let tensor = |of: [usize; 4]| {
+                let count = encoding.part_bytes(of, Role::Rows).len();
+                encoding.decode(&device, parts.by_ref().take(count).collect(), of, Role::Rows)?.copied()
+            };
+            shapes.into_iter().map(tensor).collect::<Result<Vec<_>>>().ok()
+        });
+        if decoded.is_none() && outcome.fault.is_none() {
+            outcome.fault = Some(Fault::Lost("its results cannot be read".to_owned()));
+        }
+        outcome.results.push(decoded);
+    }
+    outcome
+}
+
+fn arrived(
+    status: &mut Posted<Vec<Bytes>>,
+    results: &mut Posted<Vec<Bytes>>,
+    until: Instant,
+) -> std::result::Result<(Status, Vec<Bytes>), Fault> {
+    let lost = |error: kyklos_transport::TransportError| match error {
+        kyklos_transport::TransportError::Deadline { .. } => Fault::Late,
+        error => Fault::Lost(error.to_string()),
+    };
+    let status = wait_until(status, until).ok_or(Fault::Late)?.map_err(lost)?;
+    let status = Status::from_bytes(&status.concat());
+    if let Some(text) = status.fault {
+        return Err(Fault::Refused(text));
+    }
+    let results = wait_until(results, until).ok_or(Fault::Late)?.map_err(lost)?;
+    Ok((status, results))
+}
+
+/// Milliseconds that a message of the call may take.
+fn deadline(forecast: &Forecast) -> u64 {
+    let seconds = (forecast.total_s.max(forecast.alone_s) * 4.0 + 10.0).min(3600.0);
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "10 to 3600 s")]
+    let milliseconds = (seconds * 1e3) as u64;
+    milliseconds
+}
+
+/// Before the words about a result that is wrong.
+const LIED: &str = "lied: ";
+/// A helper that takes longer than so many times the forecast, and these seconds, is not waited
+/// for.
+const PATIENCE: f64 = 1.5;
+const PATIENCE_S: f64 = 0.05;
+const LEAST_PATIENCE_S: f64 = 0.02;
+const MOST_PATIENCE_S: f64 = 3600.0;
+/// Results that were there already take less.
+const WAITED: Duration = Duration::from_micros(200);
+
+const _: () = assert!(OWNER.0 == 0);

@@ -1,0 +1,277 @@
+//! What an owner has learned of its own speed and of its helpers, by class of calls.
+
+use std::collections::HashMap;
+
+use kyklos::{Dtype, Mask, WireFormat};
+
+use crate::call::{Call, Shape};
+use crate::forecast::{Cuts, DeviceSpeed, Forecast, HelperSpeed, OwnerSpeed};
+
+/// Calls of one class take times in proportion to their pairs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Class {
+    dtype: Dtype,
+    head_dim: u32,
+    group: u32,
+    gradients: bool,
+    has_bias: bool,
+    /// Power of two of the area: short calls are slower for each pair than long ones.
+    size: u32,
+}
+
+impl Class {
+    pub(crate) fn of(call: &Call, shape: &Shape) -> Self {
+        Self {
+            dtype: shape.dtype,
+            head_dim: shape.head_dim,
+            group: shape.group(),
+            gradients: call.gradients,
+            has_bias: call.bias.is_some(),
+            size: area(shape).max(1).ilog2(),
+        }
+    }
+}
+
+/// (query, key) pairs of all heads, visible or not.
+pub(crate) fn area(shape: &Shape) -> u64 {
+    let heads = u64::from(shape.batch) * u64::from(shape.q_heads);
+    u64::from(shape.q_len).saturating_mul(u64::from(shape.kv_len)).saturating_mul(heads)
+}
+
+/// What is known of one class.
+#[derive(Debug, Default)]
+pub(crate) struct Known {
+    own_pairs_per_s: f64,
+    /// Calls that the owner has computed alone.
+    alone: u32,
+    /// By number of the helper.
+    helpers: HashMap<u64, OfHelper>,
+    /// Calls for which no helper is asked, because helpers made the last ones slower.
+    suspended: u32,
+    last_suspension: u32,
+    strikes: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct OfHelper {
+    device: DeviceSpeed,
+    slowness: f64,
+}
+
+impl Known {
+    /// The owner has computed so many pairs itself.
+    pub(crate) fn own(&mut self, pairs: f64, seconds: f64, was_alone: bool) {
+        if pairs <= 0.0 || seconds <= 0.0 {
+            return;
+        }
+        let seen = pairs / seconds;
+        self.alone += u32::from(was_alone);
+        self.own_pairs_per_s = match self.alone {
+            // The first call may have compiled kernels: the second one counts, or the faster of them.
+            0 | 1 if self.own_pairs_per_s == 0.0 => seen,
+            0..=2 => self.own_pairs_per_s.max(seen),
+            _ => (self.own_pairs_per_s * seen).sqrt(),
+        };
+    }
+
+    /// The owner's speed, once it is known well enough.
+    pub(crate) fn own_speed(&self) -> Option<DeviceSpeed> {
+        (self.alone >= 2).then_some(DeviceSpeed { pairs_per_s: self.own_pairs_per_s, step_s: 0.0 })
+    }
+
+    pub(crate) fn of_helper(&self, helper: u64) -> Option<(DeviceSpeed, f64)> {
+        self.helpers.get(&helper).map(|known| (known.device, known.slowness))
+    }
+
+    pub(crate) fn set_helper(&mut self, helper: u64, device: DeviceSpeed) {
+        self.helpers.entry(helper).or_insert(OfHelper { device, slowness: 1.0 });
+    }
+
+    /// What is known of a helper no longer holds.
+    pub(crate) fn forget_helper(&mut self, helper: u64) {
+        self.helpers.remove(&helper);
+    }
+
+    /// A helper has computed `pairs` in `computing_s`, its share was there after `seconds`, and
+    /// `forecast_s` were forecast. `is_exact`: the owner waited for it; else it was there before.
+    pub(crate) fn helped(
+        &mut self,
+        helper: u64,
+        pairs: f64,
+        computing_s: f64,
+        seconds: f64,
+        forecast_s: f64,
+        is_exact: bool,
+    ) {
+        let Some(known) = self.helpers.get_mut(&helper) else { return };
+        if pairs > 0.0 && computing_s > 0.0 {
+            let seen = pairs / computing_s;
+            known.device.pairs_per_s = (known.device.pairs_per_s * seen).sqrt();
+        }
+        let seen = known.slowness * seconds / forecast_s.max(1e-9);
+        if is_exact || seen < known.slowness {
+            known.slowness = (known.slowness * seen).sqrt().clamp(0.2, 1e6);
+        }
+    }
+
+    /// Whether helpers may be asked for this call.
+    pub(crate) fn may_help(&mut self) -> bool {
+        self.suspended = self.suspended.saturating_sub(1);
+        self.suspended == 0
+    }
+
+    /// A call with helpers has taken `seconds`; alone it would have taken `alone_s`.
+    pub(crate) fn shared(&mut self, seconds: f64, alone_s: f64) {
+        if seconds <= alone_s {
+            (self.strikes, self.last_suspension) = (0, 0);
+            return;
+        }
+        self.strikes += 1;
+        // One bad call may be a hiccup; one that takes much longer is not repeated.
+        if self.strikes >= 2 || seconds > 1.5 * alone_s {
+            self.last_suspension = (self.last_suspension * 2).clamp(FIRST_SUSPENSION, LONGEST_SUSPENSION);
+            (self.suspended, self.strikes) = (self.last_suspension, 0);
+        }
+    }
+}
+
+/// A call whose forecast is kept.
+#[derive(Debug)]
+struct Kept {
+    shape: Shape,
+    mask: Mask,
+    q_offset: u32,
+    gradients: bool,
+    bias_bytes: usize,
+    wire: WireFormat,
+    cuts: Cuts,
+    made: Option<(OwnerSpeed, Vec<HelperSpeed>, Forecast)>,
+}
+
+/// The forecasts of the last calls.
+#[derive(Debug, Default)]
+pub(crate) struct Forecasts(Vec<Kept>);
+
+impl Forecasts {
+    /// The forecast of a call; the one that was made last, as long as speeds are about the same.
+    pub(crate) fn of(
+        &mut self,
+        call: &Call,
+        shape: &Shape,
+        owner: &OwnerSpeed,
+        helpers: &[HelperSpeed],
+    ) -> kyklos::Result<Forecast> {
+        let index = self.find(call, shape, helpers.len())?;
+        let kept = &mut self.0[index];
+        if let Some((of_owner, of_helpers, forecast)) = &kept.made
+            && is_about(of_owner, owner)
+            && of_helpers.len() == helpers.len()
+            && of_helpers.iter().zip(helpers).all(|(before, now)| is_about_helper(before, now))
+        {
+            return Ok(forecast.clone());
+        }
+        let forecast = kept.cuts.forecast(owner, helpers);
+        kept.made = Some((*owner, helpers.to_vec(), forecast.clone()));
+        Ok(forecast)
+    }
+
+    /// Pairs of a call.
+    pub(crate) fn pairs(&mut self, call: &Call, shape: &Shape) -> kyklos::Result<f64> {
+        let index = self.find(call, shape, 1)?;
+        Ok(self.0[index].cuts.pairs())
+    }
+
+    fn find(&mut self, call: &Call, shape: &Shape, helpers: usize) -> kyklos::Result<usize> {
+        let bias_bytes = call.bias.as_ref().map_or(0, |(_, rows)| rows.len());
+        let same = |kept: &Kept| {
+            kept.shape == *shape
+                && kept.mask == call.mask
+                && (kept.q_offset, kept.gradients, kept.wire) == (call.q_offset, call.gradients, call.wire)
+                && kept.bias_bytes == bias_bytes
+        };
+        if let Some(index) = self.0.iter().position(same) {
+            return Ok(index);
+        }
+        let cuts = Cuts::new(call, shape, helpers)?;
+        if self.0.len() == MOST_FORECASTS {
+            self.0.remove(0);
+        }
+        self.0.push(Kept {
+            shape: *shape,
+            mask: call.mask.clone(),
+            q_offset: call.q_offset,
+            gradients: call.gradients,
+            bias_bytes,
+            wire: call.wire,
+            cuts,
+            made: None,
+        });
+        Ok(self.0.len() - 1)
+    }
+}
+
+fn is_about(a: &OwnerSpeed, b: &OwnerSpeed) -> bool {
+    close(a.device.pairs_per_s, b.device.pairs_per_s) && close(a.copies_bytes_per_s, b.copies_bytes_per_s)
+}
+
+fn is_about_helper(a: &HelperSpeed, b: &HelperSpeed) -> bool {
+    close(a.device.pairs_per_s, b.device.pairs_per_s)
+        && close(a.slowness, b.slowness)
+        && a.link == b.link
+        && a.memory_bytes == b.memory_bytes
+}
+
+/// Within 5 %.
+fn close(a: f64, b: f64) -> bool {
+    (a - b).abs() <= 0.05 * a.abs().max(b.abs())
+}
+
+const FIRST_SUSPENSION: u32 = 64;
+const LONGEST_SUSPENSION: u32 = 8192;
+const MOST_FORECASTS: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_class_is_known_after_two_calls_of_which_the_first_may_be_slow() {
+        let mut known = Known::default();
+        known.own(100.0, 100.0, true);
+        assert!(known.own_speed().is_none());
+        known.own(100.0, 1.0, true);
+        assert_eq!(known.own_speed().map(|speed| speed.pairs_per_s), Some(100.0));
+        // One slow call of many moves it by half, in factors.
+        known.own(100.0, 4.0, true);
+        assert_eq!(known.own_speed().map(|speed| speed.pairs_per_s), Some(50.0));
+    }
+
+    #[test]
+    fn helpers_that_make_calls_slower_are_asked_ever_more_seldom() {
+        let mut known = Known::default();
+        assert!(known.may_help());
+        known.shared(1.1, 1.0);
+        assert!(known.may_help(), "once");
+        known.shared(1.1, 1.0);
+        let asked = |known: &mut Known| (0..).take_while(|_| !known.may_help()).count();
+        assert_eq!(asked(&mut known), 63);
+        known.shared(2.0, 1.0);
+        assert_eq!(asked(&mut known), 127);
+        known.shared(0.9, 1.0);
+        known.shared(2.0, 1.0);
+        assert_eq!(asked(&mut known), 63, "a good call forgives");
+    }
+
+    #[test]
+    fn a_late_helper_is_slower_and_an_early_one_no_slower_than_seen() {
+        let mut known = Known::default();
+        known.set_helper(7, DeviceSpeed { pairs_per_s: 100.0, step_s: 0.0 });
+        known.helped(7, 100.0, 1.0, 4.0, 1.0, true);
+        assert_eq!(known.of_helper(7).unwrap().1, 2.0);
+        // It was there when the owner looked, later than forecast: nothing is known.
+        known.helped(7, 100.0, 1.0, 9.0, 1.0, false);
+        assert_eq!(known.of_helper(7).unwrap().1, 2.0);
+        known.helped(7, 100.0, 1.0, 0.25, 1.0, false);
+        assert_eq!(known.of_helper(7).unwrap().1, 1.0);
+    }
+}
