@@ -31,5 +31,5 @@ pub use helper::{HelperEvent, HelperOptions, help};
 pub use invitations::Invitations;
 pub use link::Gone;
 pub use owner::{
-    Flight, Gradients, HelperState, HelperStatus, Inputs, Joining, Owner, OwnerOptions, Results,
+    Flight, Gradients, HelperState, HelperStatus, Inputs, Joining, Landed, Owner, OwnerOptions, Results,
 };

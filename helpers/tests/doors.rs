@@ -8,7 +8,7 @@ use kyklos::{Session, Tensor, in_process_group};
 use kyklos_helpers::{Call, Door, HelperOptions, HelperState, Invitations, Knock, Owner, OwnerOptions, help};
 
 fn free_port() -> u16 {
-    UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a port").port()
 }
 
 /// Until the owner's only helper is in this state.

@@ -31,11 +31,11 @@ fn tensor(shape: [usize; 4], dtype: Dtype, seed: u64) -> Tensor {
         Dtype::F16 => Tensor::new(shape, values.into_iter().map(half::f16::from_f32).collect()),
         Dtype::Bf16 => Tensor::new(shape, values.into_iter().map(half::bf16::from_f32).collect()),
     }
-    .unwrap()
+    .expect("a tensor")
 }
 
 fn bytes(tensor: &Tensor) -> Bytes {
-    pollster::block_on(tensor.bytes()).unwrap()
+    pollster::block_on(tensor.bytes()).expect("its bytes")
 }
 
 fn alone() -> Session {
@@ -61,13 +61,13 @@ impl Helper {
         };
         let options = HelperOptions { memory_bytes, on_event: Arc::new(on_event) };
         let thread = std::thread::spawn(move || help(theirs, &device, &options));
-        owner.add(name, ours).unwrap();
+        owner.add(name, ours).expect("a helper");
         Self { thread: Some(thread), served }
     }
 
     /// After the owner is gone.
     fn served(mut self) -> u64 {
-        self.thread.take().expect("joined once").join().unwrap().unwrap();
+        self.thread.take().expect("joined once").join().expect("its thread").expect("a good end");
         self.served.load(Ordering::Relaxed)
     }
 }
@@ -178,9 +178,13 @@ fn check_gradient(gradient: &Tensor, wanted: &Tensor) {
 
     let floats = |tensor: &Tensor| -> Vec<f32> {
         match tensor.dtype() {
-            Dtype::F32 => tensor.to_vec::<f32>().unwrap(),
-            Dtype::F16 => tensor.to_vec::<half::f16>().unwrap().into_iter().map(f32::from).collect(),
-            Dtype::Bf16 => tensor.to_vec::<half::bf16>().unwrap().into_iter().map(f32::from).collect(),
+            Dtype::F32 => tensor.to_vec::<f32>().expect("its numbers"),
+            Dtype::F16 => {
+                tensor.to_vec::<half::f16>().expect("its numbers").into_iter().map(f32::from).collect()
+            }
+            Dtype::Bf16 => {
+                tensor.to_vec::<half::bf16>().expect("its numbers").into_iter().map(f32::from).collect()
+            }
         }
     };
     let dtype = match wanted.dtype() {
@@ -193,7 +197,7 @@ fn check_gradient(gradient: &Tensor, wanted: &Tensor) {
     let slack = vec![0.0; expected.len()];
     let compared =
         |of: &[f32]| GradientComparison::new("a gradient", Values::F32(of), &expected, 0.0, &slack);
-    compared(&gradient).within(&GradientLimit::parallel(dtype, &compared(&wanted))).unwrap();
+    compared(&gradient).within(&GradientLimit::parallel(dtype, &compared(&wanted))).expect("its numbers");
 }
 
 #[test]

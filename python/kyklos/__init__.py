@@ -7,6 +7,8 @@
     with kyklos.Group.from_env() as group:
         o, lse = group.attend(q, k, v, mask="causal")  # this rank's tokens in, its rows out
 
+:func:`helpers` lets other devices compute a share of this process' attention, without any group.
+
 Modules for models, imported when they are used: :mod:`kyklos.torch` has a PyTorch operator,
 :mod:`kyklos.transformers` and :mod:`kyklos.diffusers` split whole models.
 """
@@ -15,6 +17,7 @@ from ._backward import Gradients
 from ._cache import CachedCalls, KvCache
 from ._errors import DeviceError, GroupError, RequestError
 from ._group import Group, identities
+from ._helpers import Helpers, Invitation, helpers
 from ._local import run_local
 from ._options import CallOptions, TokenRanges
 from ._plan import Choice, Cluster, Plan, plan
@@ -29,11 +32,14 @@ __all__ = [
     "Gradients",
     "Group",
     "GroupError",
+    "Helpers",
+    "Invitation",
     "KvCache",
     "Plan",
     "RequestError",
     "Shares",
     "TokenRanges",
+    "helpers",
     "identities",
     "plan",
     "run_local",

@@ -10,6 +10,7 @@ mod devices;
 mod errors;
 mod forming;
 mod group;
+mod helpers;
 mod plans;
 mod share;
 mod spare;
@@ -32,6 +33,8 @@ mod _kyklos {
     use crate::forming::{free_port, identities, local, of_launcher, with_identity};
     #[pymodule_export]
     use crate::group::Group;
+    #[pymodule_export]
+    use crate::helpers::{Flight, Owner, SharedCall};
     #[pymodule_export]
     use crate::plans::{choices, plan};
     #[pymodule_export]

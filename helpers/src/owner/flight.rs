@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kyklos::backend::Device;
 use kyklos::{Error, Result, Tensor};
-use kyklos_transport::{Group, Posted};
+use kyklos_transport::Posted;
 
-use super::{Class, OWNER, Owner, Request, piece_tags};
+use super::{OWNER, Owner, Request, piece_tags};
 use crate::call::{Call, Part, Shape};
 use crate::encoding::{Encoding, Role};
 use crate::forecast::{Forecast, Share};
@@ -42,6 +42,46 @@ pub struct Flight {
     sent: Vec<Sent>,
 }
 
+impl Flight {
+    /// Waits for the results, not much longer than was forecast. It needs no owner meanwhile.
+    /// Blocks.
+    pub fn land(self) -> Landed {
+        let Self { call, shape, forecast, began, sent } = self;
+        let mut shares = Vec::new();
+        for Sent { number, name, share, inputs, answers } in sent {
+            let patience = forecast.total_s.max(share.end_s) * PATIENCE + PATIENCE_S;
+            let until = (began + Duration::from_secs_f64(patience.min(MOST_PATIENCE_S)))
+                .max(Instant::now() + Duration::from_secs_f64(LEAST_PATIENCE_S));
+            let outcome = answers.map(|answers| received(&call, &shape, &share, answers, until));
+            let seconds = began.elapsed().as_secs_f64();
+            shares.push(LandedShare { number, name, share, inputs, outcome, seconds });
+        }
+        Landed { seconds: began.elapsed().as_secs_f64(), call, shape, forecast, shares }
+    }
+}
+
+/// A call whose helpers have returned their results, or have been given up.
+#[derive(Debug)]
+pub struct Landed {
+    pub(super) call: Call,
+    pub(super) shape: Shape,
+    pub(super) forecast: Forecast,
+    pub(super) shares: Vec<LandedShare>,
+    pub(super) seconds: f64,
+}
+
+#[derive(Debug)]
+pub(super) struct LandedShare {
+    pub(super) number: u64,
+    pub(super) name: String,
+    pub(super) share: Share,
+    pub(super) inputs: Vec<Inputs>,
+    /// None: the helper was not there.
+    pub(super) outcome: Option<Outcome>,
+    /// Since the beginning of the call.
+    pub(super) seconds: f64,
+}
+
 /// The share of one helper.
 #[derive(Debug)]
 struct Sent {
@@ -49,20 +89,30 @@ struct Sent {
     name: String,
     share: Share,
     inputs: Vec<Inputs>,
-    answers: Vec<(Posted<Vec<Bytes>>, Posted<Vec<Bytes>>)>,
+    /// None: the helper was not there.
+    answers: Option<Vec<Answer>>,
+}
+
+/// The messages of a piece from the helper.
+#[derive(Debug)]
+struct Answer {
+    status: Posted<Vec<Bytes>>,
+    results: Posted<Vec<Bytes>>,
 }
 
 /// What came of a share.
-struct Outcome {
-    results: Vec<Option<Vec<Tensor>>>,
-    computing_s: f64,
+#[derive(Debug)]
+pub(super) struct Outcome {
+    pub(super) results: Vec<Option<Vec<Tensor>>>,
+    pub(super) computing_s: f64,
     /// Why parts are missing.
-    fault: Option<Fault>,
+    pub(super) fault: Option<Fault>,
     /// Whether the owner waited for the last part.
-    waited: bool,
+    pub(super) waited: bool,
 }
 
-enum Fault {
+#[derive(Debug)]
+pub(super) enum Fault {
     /// The helper said so.
     Refused(String),
     Late,
@@ -97,7 +147,12 @@ impl Owner {
         self.learn_copies(bytes, copying + began.elapsed());
         let mut sent = Vec::new();
         for ((share, inputs), (messages, work)) in forecast.shares.iter().zip(inputs).zip(prepared) {
-            let link = &mut self.links[share.helper];
+            let Some(link) = self.links.iter_mut().find(|link| link.number == share.helper) else {
+                // It has gone since, or is being measured: the caller computes its share.
+                let (number, name) = (share.helper, String::new());
+                sent.push(Sent { number, name, share: share.clone(), inputs, answers: None });
+                continue;
+            };
             let deadline = Duration::from_millis(deadline_ms);
             let op = link.request(&Request::Attend(work.clone()));
             let mut answers = Vec::new();
@@ -106,16 +161,16 @@ impl Owner {
                 // What comes of a message shows in the answer to it.
                 drop(link.group.post_send(HELPER, there, parts, deadline));
                 let bytes = work.result_bytes(piece)?;
-                answers.push((
-                    link.group.post_recv(HELPER, status, &[STATUS_BYTES], deadline),
-                    link.group.post_recv(HELPER, results, &bytes, deadline),
-                ));
+                answers.push(Answer {
+                    status: link.group.post_recv(HELPER, status, &[STATUS_BYTES], deadline),
+                    results: link.group.post_recv(HELPER, results, &bytes, deadline),
+                });
             }
             let (number, name) = (link.number, link.name.clone());
             let status = self.status_of(&name);
             status.state = HelperState::Working;
             status.sent(share);
-            sent.push(Sent { number, name, share: share.clone(), inputs, answers });
+            sent.push(Sent { number, name, share: share.clone(), inputs, answers: Some(answers) });
         }
         Ok(Flight { call: call.clone(), shape: *shape, forecast, began, sent })
     }
@@ -125,126 +180,6 @@ impl Owner {
         let seconds = took.as_secs_f64();
         if bytes > 1 << 20 && seconds > 0.0 {
             self.copies_bytes_per_s = (self.copies_bytes_per_s * bytes as f64 / seconds).sqrt();
-        }
-    }
-
-    /// Takes what the helpers have computed, and does not wait much longer than was forecast.
-    /// `own_s`: for how long the caller has computed its own part, if it knows. Blocks.
-    ///
-    /// # Errors
-    /// Of the processor, where results are checked. That helpers fail is none.
-    pub fn finish(&mut self, flight: Flight, own_s: Option<f64>) -> Result<Results> {
-        let Flight { call, shape, forecast, began, sent } = flight;
-        let class = Class::of(&call, &shape);
-        let pairs = self.forecasts.pairs(&call, &shape)?;
-        if let Some(own_s) = own_s {
-            let own: f64 = 1.0 - forecast.shares.iter().map(|share| share.fraction).sum::<f64>();
-            self.classes.entry(class).or_default().own(pairs * own, own_s, false);
-        }
-        let mut all = Vec::new();
-        for helper in sent {
-            let patience = forecast.total_s.max(helper.share.end_s) * PATIENCE + PATIENCE_S;
-            let until = (began + Duration::from_secs_f64(patience.min(MOST_PATIENCE_S)))
-                .max(Instant::now() + Duration::from_secs_f64(LEAST_PATIENCE_S));
-            let Sent { number, name, share, inputs, answers } = helper;
-            let group = self.links.iter().find(|link| link.number == number).map(|link| link.group.clone());
-            let mut outcome = received(&call, &shape, &share, answers, until, group.as_ref());
-            let seconds = began.elapsed().as_secs_f64();
-            self.check(&call, &shape, &share, &inputs, &mut outcome, forecast.alone_s)?;
-            if outcome.fault.is_none() {
-                let known = self.classes.entry(class).or_default();
-                known.helped(
-                    number,
-                    pairs * share.fraction,
-                    outcome.computing_s,
-                    seconds,
-                    share.end_s,
-                    outcome.waited,
-                );
-            }
-            self.account(number, &name, &share, &outcome, class, seconds);
-            all.push(share.parts.into_iter().zip(outcome.results).collect());
-        }
-        let missing = all.iter().flatten().any(|(_, results): &(Part, Option<_>)| results.is_none());
-        let seconds = began.elapsed().as_secs_f64() * if missing { 2.0 } else { 1.0 };
-        if forecast.alone_s > 0.0 {
-            self.classes.entry(class).or_default().shared(seconds, forecast.alone_s);
-        }
-        Ok(all)
-    }
-
-    /// Computes a row of the results again; a helper whose row is wrong gives none.
-    fn check(
-        &mut self,
-        call: &Call,
-        shape: &Shape,
-        share: &Share,
-        inputs: &[Inputs],
-        outcome: &mut Outcome,
-        alone_s: f64,
-    ) -> Result<()> {
-        // At most a hundredth of the call goes into checks.
-        let seldom = (self.checking_s / (alone_s * 0.01).max(1e-6)).ceil().clamp(1.0, 1e6);
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped")]
-        if !self.options.check || self.checker.random(seldom as u32) != 0 {
-            return Ok(());
-        }
-        let there: Vec<usize> = (0..inputs.len()).filter(|index| outcome.results[*index].is_some()).collect();
-        let Some(index) = there.get(self.checker.random(u32::try_from(there.len()).unwrap_or(1)) as usize)
-        else {
-            return Ok(());
-        };
-        let Some(keys) = inputs[..=*index].iter().rev().find_map(|inputs| inputs.keys.as_ref()) else {
-            return Ok(());
-        };
-        let Some(results) = &outcome.results[*index] else { return Ok(()) };
-        let began = Instant::now();
-        let part = &share.parts[*index];
-        let of_part = (&part.call(call, shape), &part.shape(shape));
-        let wrong = self.checker.wrong(of_part, &inputs[*index], keys, results, call.wire)?;
-        self.checking_s = began.elapsed().as_secs_f64();
-        if let Some(what) = wrong {
-            outcome.results.iter_mut().for_each(|results| *results = None);
-            outcome.fault = Some(Fault::Lost(format!("{LIED}{what}")));
-        }
-        Ok(())
-    }
-
-    /// Notes what became of a helper.
-    fn account(
-        &mut self,
-        number: u64,
-        name: &str,
-        share: &Share,
-        outcome: &Outcome,
-        class: Class,
-        seconds: f64,
-    ) {
-        let status = self.status_of(name);
-        status.received(share, outcome.fault.is_none());
-        match &outcome.fault {
-            None => status.state = HelperState::Ready,
-            Some(Fault::Refused(text)) => {
-                status.refused(text);
-                // It stays for other classes of calls.
-                if let Some(link) = self.links.iter_mut().find(|link| link.number == number) {
-                    link.speeds.values_mut().for_each(|speed| *speed = None);
-                }
-            }
-            Some(Fault::Late) => {
-                let known = self.classes.entry(class).or_default();
-                known.helped(number, 0.0, 0.0, 2.0 * seconds, share.end_s, true);
-                self.status_of(name).late();
-                self.drain(number);
-            }
-            Some(Fault::Lost(text)) if text.starts_with(LIED) => {
-                self.status_of(name).lied(&text[LIED.len()..]);
-                self.dismiss(number);
-            }
-            Some(Fault::Lost(text)) => {
-                status.lost(text.clone());
-                self.dismiss(number);
-            }
         }
     }
 }
@@ -292,20 +227,12 @@ fn messages(
 }
 
 /// Waits for the results of a share.
-fn received(
-    call: &Call,
-    shape: &Shape,
-    share: &Share,
-    answers: Vec<(Posted<Vec<Bytes>>, Posted<Vec<Bytes>>)>,
-    until: Instant,
-    group: Option<&Group>,
-) -> Outcome {
+fn received(call: &Call, shape: &Shape, share: &Share, answers: Vec<Answer>, until: Instant) -> Outcome {
     let encoding = Encoding { dtype: shape.dtype, wire: call.wire };
     let device = Device::cpu();
     let mut outcome = Outcome { results: Vec::new(), computing_s: 0.0, fault: None, waited: false };
-    for (part, (mut status, mut results)) in share.parts.iter().zip(answers) {
-        let fault = outcome.fault.is_some() || group.is_none();
-        let arrived = if fault {
+    for (part, Answer { mut status, mut results }) in share.parts.iter().zip(answers) {
+        let arrived = if outcome.fault.is_some() {
             None
         } else {
             let began = Instant::now();
@@ -368,8 +295,6 @@ fn deadline(forecast: &Forecast) -> u64 {
     milliseconds
 }
 
-/// Before the words about a result that is wrong.
-const LIED: &str = "lied: ";
 /// A helper that takes longer than so many times the forecast, and these seconds, is not waited
 /// for.
 const PATIENCE: f64 = 1.5;

@@ -1,5 +1,6 @@
 //! The owner's side: who helps, with what, and what comes back.
 
+mod account;
 mod attend;
 mod flight;
 mod status;
@@ -19,7 +20,7 @@ use crate::message::{OWNER, Request, piece_tags};
 use crate::speeds::{Class, Forecasts, Known, area};
 
 pub use attend::Gradients;
-pub use flight::{Flight, Inputs, Results};
+pub use flight::{Flight, Inputs, Landed, Results};
 pub use status::{HelperState, HelperStatus};
 
 /// Settings of an owner.
@@ -205,6 +206,9 @@ impl Owner {
             self.not_asked(None, "the last calls like this one took longer with helpers than without");
             return Ok(alone(own.map_or(0.0, |own| pairs / own.pairs_per_s)));
         }
+        // As fast as without gradients, whose work is counted in the same pairs.
+        let forward = Class::of(&Call { gradients: false, ..call.clone() }, shape);
+        let own = own.or_else(|| self.classes.get(&forward)?.own_speed());
         let helpers = self.speeds_of_helpers(class, shape);
         let own = own.or_else(|| {
             // As fast as the first helper, so that both get something to do.
@@ -225,7 +229,9 @@ impl Owner {
         }
         let mut forecast = self.forecasts.of(call, shape, &owner, &speeds)?;
         for share in &mut forecast.shares {
-            share.helper = helpers[share.helper].0;
+            // From now on the number of the helper, which no other thread's call changes.
+            let index = usize::try_from(share.helper).unwrap_or(usize::MAX);
+            share.helper = helpers.get(index).map_or(u64::MAX, |(number, _)| *number);
         }
         self.not_asked(Some(&forecast), "the last call would not have ended sooner with it");
         Ok(forecast)
@@ -234,18 +240,18 @@ impl Owner {
     /// Notes why helpers without a share have none.
     fn not_asked(&mut self, forecast: Option<&Forecast>, why: &str) {
         for index in 0..self.links.len() {
+            let Link { name, number, .. } = &self.links[index];
             let has_share =
-                forecast.is_some_and(|forecast| forecast.shares.iter().any(|share| share.helper == index));
+                forecast.is_some_and(|forecast| forecast.shares.iter().any(|share| share.helper == *number));
             if !has_share {
-                let name = self.links[index].name.clone();
+                let name = name.clone();
                 why.clone_into(&mut self.status_of(&name).why);
             }
         }
     }
 
-    /// The helpers whose speed in such calls is known, with their numbers in `links`. The others
-    /// are asked.
-    fn speeds_of_helpers(&mut self, class: Class, shape: &Shape) -> Vec<(usize, HelperSpeed)> {
+    /// The helpers whose speed in such calls is known, by number. The others are asked.
+    fn speeds_of_helpers(&mut self, class: Class, shape: &Shape) -> Vec<(u64, HelperSpeed)> {
         let asked = Asked {
             dtype: shape.dtype.name(),
             head_dim: shape.head_dim,
@@ -263,14 +269,14 @@ impl Owner {
         }
         let known = self.classes.entry(class).or_default();
         let mut speeds = Vec::new();
-        for (index, link) in self.links.iter().enumerate() {
+        for link in &self.links {
             let (Some(Some(device)), Some(link_speed)) = (link.speeds.get(&asked), link.speed) else {
                 continue;
             };
             known.set_helper(link.number, *device);
             let Some((device, slowness)) = known.of_helper(link.number) else { continue };
             let memory_bytes = link.hello.memory_bytes;
-            speeds.push((index, HelperSpeed { device, link: link_speed, memory_bytes, slowness }));
+            speeds.push((link.number, HelperSpeed { device, link: link_speed, memory_bytes, slowness }));
         }
         speeds
     }
@@ -284,10 +290,25 @@ impl Owner {
         }
     }
 
-    /// Whether [`Self::learn_alone`] would learn of such a call: there are helpers, and it is not
-    /// too short.
-    pub fn wants_to_learn(&self, shape: &Shape) -> bool {
-        !(self.links.is_empty() && self.away.is_empty()) && area(shape) >= LEAST_AREA
+    /// The caller has computed its own part of a shared call in `seconds`.
+    pub fn learn_own(&mut self, call: &Call, shape: &Shape, forecast: &Forecast, seconds: f64) {
+        let own: f64 = 1.0 - forecast.shares.iter().map(|share| share.fraction).sum::<f64>();
+        if let Ok(pairs) = self.forecasts.pairs(call, shape) {
+            self.classes.entry(Class::of(call, shape)).or_default().own(pairs * own, seconds, false);
+        }
+    }
+
+    /// Whether a call with so many (query, key) pairs of all heads may be shared at all: there are
+    /// helpers, and it is not too short. If not, a caller need not describe it to
+    /// [`Self::decide`] and [`Self::learn_alone`].
+    pub fn wants(&mut self, area: u64) -> bool {
+        self.collect();
+        !(self.links.is_empty() && self.away.is_empty()) && (area >= LEAST_AREA || self.options.always)
+    }
+
+    /// A helper of this name is expected: it is told as waiting until it joins.
+    pub fn expect_helper(&mut self, name: &str) {
+        self.status_of(name);
     }
 
     /// Waits until no helper is being measured: for tests and demonstrations. Blocks, at most

@@ -144,8 +144,8 @@ impl Owner {
             forecast.gain()
         );
         let _ = writeln!(text, "this device: {:.0} %", own * 100.0);
-        for (index, link) in self.links.iter().enumerate() {
-            match forecast.shares.iter().find(|share| share.helper == index) {
+        for link in &self.links {
+            match forecast.shares.iter().find(|share| share.helper == link.number) {
                 Some(share) => {
                     let [up, computing, down] = share.busy_s;
                     let _ = writeln!(

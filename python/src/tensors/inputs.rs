@@ -137,6 +137,19 @@ impl Described {
     }
 }
 
+/// A bias in host memory by itself, heads before rows: the tensor, its rows in the form of the
+/// kernels, and its rows and keys.
+pub(crate) fn bias_of(array: &Bound<'_, PyAny>, form: Form) -> Result<(BiasTensor, Bytes, [u32; 2])> {
+    let (loan, _) = Loan::new();
+    let name = form.bias_name();
+    let mut elements = Argument::new(name, form, Elements::import(name, array, &loan, None)?, true)?.elements;
+    if matches!(form, Form::Bias) {
+        elements = elements.with_middle_axes_exchanged();
+    }
+    let Described { tensor, rows, keys } = Described::of(&elements, form)?;
+    Ok((tensor, elements.copied(name)?.rows(name)?, [rows, keys]))
+}
+
 /// The options of a call as far as its plan needs them: the elements of a bias are not read.
 pub(crate) fn for_plan(py: Python<'_>, call: &Call) -> Result<Attention> {
     let attention = call.attention.clone();

@@ -55,8 +55,9 @@ pub struct OwnerSpeed {
 /// The part of one helper in a call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Share {
-    /// Index of the helper.
-    pub helper: usize,
+    /// The helper: its index in what [`Cuts::forecast`] was given, or of a forecast of an
+    /// [`Owner`](crate::Owner) its number there.
+    pub helper: u64,
     /// What it computes, in this order. Consecutive parts of the same heads share their keys.
     pub parts: Vec<Part>,
     /// Its part of the call's pairs, between 0 and 1.
@@ -209,7 +210,7 @@ impl Cuts {
     }
 
     /// What a helper takes for these slots: its share, in as many pieces as are fastest.
-    fn share(&self, helper: usize, speed: &HelperSpeed, slots: Range<usize>) -> Option<Share> {
+    fn share(&self, helper: u64, speed: &HelperSpeed, slots: Range<usize>) -> Option<Share> {
         let weight = self.weight(slots.clone());
         let all = self.pairs();
         let each = COUNTS.iter().filter_map(|count| {
@@ -223,7 +224,7 @@ impl Cuts {
     /// link back. None if the helper has not the memory.
     fn run(
         &self,
-        helper: usize,
+        helper: u64,
         speed: &HelperSpeed,
         parts: Vec<Part>,
         weight: f64,
@@ -281,7 +282,9 @@ impl Cuts {
 
     /// The shares with which the call ends first; without any where helpers do not pay.
     pub fn forecast(&self, owner: &OwnerSpeed, helpers: &[HelperSpeed]) -> Forecast {
-        let alone_s = self.own_s(owner, self.pairs(), 0);
+        let again = if self.gradients { GRADIENT_WORK / (GRADIENT_WORK - 1.0) } else { 1.0 };
+        // Who computes gradients alone need not compute the output again.
+        let alone_s = self.own_s(owner, self.pairs(), 0) / again;
         let alone =
             Forecast { own: self.parts(0..self.slots()), shares: Vec::new(), total_s: alone_s, alone_s };
         let (mut low, mut high, mut best) = (0.0, alone_s, None);
@@ -319,7 +322,7 @@ impl Cuts {
     ) -> Option<(usize, Vec<Share>)> {
         let mut left = self.slots();
         let mut shares = Vec::new();
-        for (index, speed) in helpers.iter().enumerate() {
+        for (index, speed) in (0..).zip(helpers) {
             let fits = |count: usize| {
                 let share = self.share(index, speed, left - count..left);
                 share.filter(|share| share.end_s <= target)
@@ -372,108 +375,4 @@ const SEARCHES: u32 = 12;
 const PAYS: f64 = 0.95;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use kyklos::{Dtype, Mask};
-
-    fn shape(kv_heads: u32, tokens: u32) -> Shape {
-        let dtype = Dtype::F16;
-        Shape { batch: 1, q_len: tokens, kv_len: tokens, q_heads: kv_heads, kv_heads, head_dim: 128, dtype }
-    }
-
-    fn owner() -> OwnerSpeed {
-        let device = DeviceSpeed { pairs_per_s: 8e10, step_s: 1e-4 };
-        OwnerSpeed { device, copies_bytes_per_s: 1e12 }
-    }
-
-    fn helper(pairs_per_s: f64, bytes_per_s: f64) -> HelperSpeed {
-        let link = LinkSpeed { up_bytes_per_s: bytes_per_s, down_bytes_per_s: bytes_per_s, hop_s: 1e-4 };
-        let device = DeviceSpeed { pairs_per_s, step_s: 1e-4 };
-        HelperSpeed { device, link, memory_bytes: None, slowness: 1.0 }
-    }
-
-    /// Every row of every head is computed once.
-    fn check_cover(forecast: &Forecast, shape: &Shape) {
-        let mut seen = vec![0_u32; (shape.kv_heads * shape.q_len) as usize];
-        let shares = forecast.shares.iter().flat_map(|share| &share.parts);
-        for part in forecast.own.iter().chain(shares) {
-            for head in part.kv_heads.clone() {
-                for row in part.rows.clone() {
-                    seen[(head * shape.q_len + row) as usize] += 1;
-                }
-            }
-        }
-        assert!(seen.iter().all(|count| *count == 1), "{forecast:?}");
-    }
-
-    #[test]
-    fn shares_follow_speeds_and_cover_the_call() {
-        for (kv_heads, tokens, mask) in [
-            (40, 8192, Mask::full()),
-            (1, 10_000, Mask::causal()),
-            (3, 1000, Mask::causal()),
-            (2, 64, Mask::full()),
-        ] {
-            let (shape, call) = (shape(kv_heads, tokens), Call { mask, ..Call::default() });
-            let cuts = Cuts::new(&call, &shape, 2).unwrap();
-            for helpers in [vec![], vec![helper(8e10, 1e11)], vec![helper(4e10, 1e11), helper(8e10, 1e11)]] {
-                let forecast = cuts.forecast(&owner(), &helpers);
-                check_cover(&forecast, &shape);
-                assert!(forecast.total_s <= forecast.alone_s);
-            }
-        }
-        let (shape, call) = (shape(40, 32_768), Call::default());
-        let cuts = Cuts::new(&call, &shape, 1).unwrap();
-        let equal = cuts.forecast(&owner(), &[helper(8e10, 1e11)]);
-        assert!((equal.shares[0].fraction - 0.5).abs() < 0.04 && equal.gain() > 1.85, "{equal:?}");
-        let third = cuts.forecast(&owner(), &[helper(4e10, 1e11)]);
-        assert!((third.shares[0].fraction - 1.0 / 3.0).abs() < 0.04, "{third:?}");
-    }
-
-    #[test]
-    fn a_helper_that_does_not_pay_is_left_out() {
-        let (shape, call) = (shape(40, 8192), Call::default());
-        let cuts = Cuts::new(&call, &shape, 2).unwrap();
-        // A slow link, a slow device, and no memory.
-        for useless in [
-            helper(8e10, 1e7),
-            helper(1e9, 1e11),
-            HelperSpeed { memory_bytes: Some(1000), ..helper(8e10, 1e11) },
-        ] {
-            let forecast = cuts.forecast(&owner(), &[useless]);
-            assert!(forecast.shares.is_empty() && forecast.gain() == 1.0, "{forecast:?}");
-            let both = cuts.forecast(&owner(), &[useless, helper(8e10, 1e11)]);
-            assert_eq!(both.shares.iter().map(|share| share.helper).collect::<Vec<_>>(), [1]);
-        }
-    }
-
-    #[test]
-    fn less_memory_means_smaller_pieces() {
-        let (shape, call) = (shape(40, 8192), Call::default());
-        let cuts = Cuts::new(&call, &shape, 1).unwrap();
-        let head_bytes = 4 * 8192 * 128 * 2;
-        let small = HelperSpeed { memory_bytes: Some(2 * 2 * head_bytes * 2), ..helper(8e10, 1e11) };
-        let forecast = cuts.forecast(&owner(), &[small]);
-        assert!(forecast.shares[0].parts.iter().all(|part| part.kv_heads.len() <= 2), "{forecast:?}");
-    }
-
-    #[test]
-    fn gradients_are_cut_into_whole_heads() {
-        let (shape, call) = (shape(3, 4096), Call { gradients: true, ..Call::default() });
-        let cuts = Cuts::new(&call, &shape, 1).unwrap();
-        let forecast = cuts.forecast(&owner(), &[helper(8e10, 1e11)]);
-        check_cover(&forecast, &shape);
-        assert!(forecast.shares[0].parts.iter().all(|part| part.rows == (0..4096)), "{forecast:?}");
-    }
-
-    #[test]
-    fn slow_links_pay_for_long_sequences_only() {
-        // 2.5 GbE, equal devices: pairs grow with the square of tokens, bytes with tokens.
-        let gain = |tokens| {
-            let shape = shape(40, tokens);
-            Cuts::new(&Call::default(), &shape, 1).unwrap().forecast(&owner(), &[helper(8e10, 2.8e8)]).gain()
-        };
-        let gains = [4096, 16_384, 65_536, 262_144].map(gain);
-        assert!(gains.is_sorted() && gains[0] == 1.0 && gains[3] > 1.7, "{gains:?}");
-    }
-}
+mod tests;

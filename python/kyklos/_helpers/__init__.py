@@ -1,0 +1,8 @@
+"""Helpers without weights: other devices compute a share of this process' attention."""
+
+from __future__ import annotations
+
+from ._invitation import Invitation
+from ._owner import Helpers, helpers
+
+__all__ = ["Helpers", "Invitation", "helpers"]

@@ -1,0 +1,169 @@
+"""The helpers of this process, and the block in which they help."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .._errors import RequestError
+from .._kyklos import Owner
+from ._invitation import Invitation, invite
+
+if TYPE_CHECKING:
+    import torch
+
+_lock = threading.Lock()
+#: The owner of this process: each invitation has one port, which one owner listens on.
+_core: Owner | None = None
+_users = 0
+_opened: set[str] = set()
+_settings: tuple[bool, bool] = (True, False)
+
+
+def helpers(
+    names: Sequence[str] | None = None,
+    *,
+    devices: Sequence[str] = (),
+    wire: str = "same",
+    check: bool = True,
+    _always: bool = False,
+) -> Helpers:
+    """The helpers of this process. They compute a share of its attention where that makes a call faster.
+
+    ::
+
+        print(kyklos.helpers().invite("kitchen").command)   # run this on the other machine, once
+
+        with kyklos.helpers():
+            image = pipeline(prompt).images[0]               # any model, as it is
+
+    In the block, ``F.scaled_dot_product_attention`` shares its heads with helpers, also in other threads and where libraries call it:
+    transformers with ``sdpa`` and functions of its ``AttentionInterface``, diffusers with any backend, modules of PyTorch. Results are exact, to
+    rounding. A helper gets q, k and v of its heads and nothing else. One that is gone or late costs its share of one call, which this process
+    computes. The first calls of a kind stay local, while their time and the helpers' is measured.
+
+    :param names: of invitations whose helpers may join; all of this user by default. Those without a helper wait in the background.
+    :param devices: other devices of this machine that help: ``"wgpu:1"``, ``"cuda:1"``, ``"cpu"``.
+    :param wire: ``"same"``; or ``"f16"`` or ``"int8"``, which send rounded q, k, v and results over slow links.
+    :param check: compute a row of a helper's results again, and let one go whose row is wrong.
+    :raises RequestError: for a name without an invitation, and other settings than those of helpers that are in use.
+    """
+    return Helpers(names, devices, wire, check, _always)
+
+
+class Helpers:
+    """What :func:`helpers` returns."""
+
+    def __init__(
+        self, names: Sequence[str] | None, devices: Sequence[str], wire: str, check: bool, always: bool
+    ) -> None:
+        if wire not in ("same", "f16", "int8"):
+            raise RequestError(f"{wire!r} on the wire is not known: use \"same\", \"f16\" or \"int8\"")
+        self._wire = wire
+        self._core = _opened_core(names, devices, check, always)
+        self._closed = False
+        self._captures: list[Any] = []
+
+    def invite(self, name: str, address: str | None = None, port: int | None = None) -> Invitation:
+        """An invitation for one helper, whose door is open from now on.
+
+        :param name: letters, digits, ``-`` and ``_``. If there is an invitation of this name, it is returned.
+        :param address: at which the helper reaches this machine; found out by default.
+        :param port: UDP, which a firewall must let in; the first from 29700 on that no invitation has.
+        """
+        invitation = invite(name, address, port)
+        with _lock:
+            _open(self._core, [name])
+        return invitation
+
+    def status(self) -> list[dict[str, Any]]:
+        """The helpers by name: ``name``, ``state`` (``waiting``, ``measuring``, ``ready``, ``working``, ``lost`` or ``lied``), ``device``, ``share``
+        (of the last call, 0 to 1), ``calls``, ``bytes_sent``, ``bytes_received`` and ``why`` (it is not used)."""
+        status: list[dict[str, Any]] = json.loads(self._core.status())
+        return status
+
+    def attention(
+        self,
+        original: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        scale: float | None = None,
+        causal: bool = False,
+        gqa: bool = False,
+    ) -> torch.Tensor:
+        """Attention with helpers, for code that calls another function than PyTorch's.
+
+        :param original: ``original(q, k, v, mask)`` computes the same attention here: with some of the heads, and of the first rows, which
+            are causal as those of the whole.
+        :param q: ``[batch, heads, tokens, dim]``; k and v likewise, with fewer heads if ``gqa``.
+        :param mask: bool, in which false hides a key, or added to logits; broadcasts to ``[batch, heads, tokens, keys]``.
+        :param causal: query i sees keys up to i.
+        :returns: ``[batch, heads, tokens, dim of v]``.
+        """
+        from ._shared import attention
+
+        return attention(self._core, self._wire, original, q, k, v, mask, scale, causal, gqa)
+
+    def settle(self, patience_s: float = 60.0) -> None:
+        """Waits until no helper is being measured: then the next call of a known kind is shared, if that pays."""
+        self._core.settle(patience_s)
+
+    def close(self) -> None:
+        """Lets the helpers go, unless others of this process use them."""
+        global _core, _users
+        if self._closed:
+            return
+        self._closed = True
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _core = None
+                _opened.clear()
+
+    def __enter__(self) -> Helpers:
+        from ._capture import Capture
+
+        capture = Capture(self)
+        capture.start()
+        self._captures.append(capture)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._captures.pop().stop()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+
+def _opened_core(names: Sequence[str] | None, devices: Sequence[str], check: bool, always: bool) -> Owner:
+    global _core, _users, _settings
+    with _lock:
+        if _core is None:
+            _core, _settings = Owner(check, always), (check, always)
+        elif _settings != (check, always):
+            raise RequestError(f"helpers with check={check}, beside helpers with check={_settings[0]}: close those first")
+        known = Owner.invited()
+        for name in names if names is not None else known:
+            if name not in known:
+                raise RequestError(f"no invitation for {name!r}: make one with kyklos.helpers().invite({name!r})")
+        _open(_core, names if names is not None else known)
+        for device in devices:
+            name = f"this machine, {device}"
+            if name not in _opened:
+                _core.add_local(name, device, None)
+                _opened.add(name)
+        _users += 1
+        return _core
+
+
+def _open(core: Owner, names: Sequence[str]) -> None:
+    for name in names:
+        if name not in _opened:
+            core.open(name)
+            _opened.add(name)
