@@ -17,7 +17,7 @@ from ._backward import Gradients
 from ._cache import CachedCalls, KvCache
 from ._errors import DeviceError, GroupError, RequestError
 from ._group import Group, identities
-from ._helpers import Helpers, Invitation, helpers
+from ._helpers import Helpers, Invitation, help_out, helpers
 from ._local import run_local
 from ._options import CallOptions, TokenRanges
 from ._plan import Choice, Cluster, Plan, plan
@@ -39,6 +39,7 @@ __all__ = [
     "RequestError",
     "Shares",
     "TokenRanges",
+    "help_out",
     "helpers",
     "identities",
     "plan",

@@ -34,7 +34,7 @@ mod _kyklos {
     #[pymodule_export]
     use crate::group::Group;
     #[pymodule_export]
-    use crate::helpers::{Flight, Owner, SharedCall};
+    use crate::helpers::{Flight, Owner, SharedCall, help_out};
     #[pymodule_export]
     use crate::plans::{choices, plan};
     #[pymodule_export]
