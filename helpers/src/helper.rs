@@ -43,7 +43,8 @@ pub enum HelperEvent {
 /// Settings of a helper.
 #[derive(Clone)]
 pub struct HelperOptions {
-    /// Bytes of tensors that it takes at a time; none: as the device has.
+    /// Bytes of tensors that it takes at a time; none: half of the machine's memory, if that is
+    /// known.
     pub memory_bytes: Option<u64>,
     /// Called after each event, on the thread of the helper.
     pub on_event: Arc<dyn Fn(&HelperEvent) + Send + Sync>,
@@ -95,7 +96,10 @@ pub fn help(group: impl Into<Group>, device: &Device, options: &HelperOptions) -
             "form a group of two, in which the owner is rank 0",
         ));
     }
-    let hello = Hello { device: device.info().name.clone(), memory_bytes: options.memory_bytes };
+    let memory_bytes =
+        options.memory_bytes.or_else(|| kyklos::machine::memory_bytes().map(|bytes| bytes / 2));
+    let options = &HelperOptions { memory_bytes, ..options.clone() };
+    let hello = Hello { device: device.info().name.clone(), memory_bytes };
     let note = serde_json::to_vec(&hello).unwrap_or_default().into();
     pollster::block_on(group.agree(Vote::Ready { plan_hash: PROTOCOL, note }, GREETING))?;
     (options.on_event)(&HelperEvent::Joined);

@@ -41,9 +41,14 @@ pub(crate) fn area(shape: &Shape) -> u64 {
 /// What is known of one class.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
-    own_pairs_per_s: f64,
-    /// Calls that the owner has computed alone.
+    /// The owner's speed in calls without helpers.
+    alone_pairs_per_s: f64,
+    /// Such calls.
     alone: u32,
+    /// The owner's speed in its part of shared calls.
+    beside_pairs_per_s: Option<f64>,
+    /// Shared calls since the last one without helpers.
+    shared: u32,
     /// By number of the helper.
     helpers: HashMap<u64, OfHelper>,
     /// Calls for which no helper is asked, because helpers made the last ones slower.
@@ -59,24 +64,34 @@ struct OfHelper {
 }
 
 impl Known {
-    /// The owner has computed so many pairs itself.
-    pub(crate) fn own(&mut self, pairs: f64, seconds: f64, was_alone: bool) {
+    /// The owner has computed so many pairs without helpers.
+    pub(crate) fn alone(&mut self, pairs: f64, seconds: f64) {
         if pairs <= 0.0 || seconds <= 0.0 {
             return;
         }
         let seen = pairs / seconds;
-        self.alone += u32::from(was_alone);
-        self.own_pairs_per_s = match self.alone {
+        self.shared = 0;
+        self.alone += 1;
+        self.alone_pairs_per_s = match self.alone {
             // The first call may have compiled kernels: the second one counts, or the faster of them.
-            0 | 1 if self.own_pairs_per_s == 0.0 => seen,
-            0..=2 => self.own_pairs_per_s.max(seen),
-            _ => (self.own_pairs_per_s * seen).sqrt(),
+            1 => seen,
+            2 => self.alone_pairs_per_s.max(seen),
+            _ => (self.alone_pairs_per_s * seen).sqrt(),
         };
     }
 
-    /// The owner's speed, once it is known well enough.
-    pub(crate) fn own_speed(&self) -> Option<DeviceSpeed> {
-        (self.alone >= 2).then_some(DeviceSpeed { pairs_per_s: self.own_pairs_per_s, step_s: 0.0 })
+    /// The owner has computed so many pairs beside helpers.
+    pub(crate) fn beside(&mut self, pairs: f64, seconds: f64) {
+        if pairs > 0.0 && seconds > 0.0 {
+            let before = self.beside_pairs_per_s.unwrap_or(self.alone_pairs_per_s);
+            self.beside_pairs_per_s = Some((before * pairs / seconds).sqrt());
+        }
+    }
+
+    /// The owner's speed, alone and beside helpers, once it is known well enough.
+    pub(crate) fn own_speed(&self) -> Option<[f64; 2]> {
+        let beside = self.beside_pairs_per_s.unwrap_or(self.alone_pairs_per_s);
+        (self.alone >= 2).then_some([self.alone_pairs_per_s, beside])
     }
 
     pub(crate) fn of_helper(&self, helper: u64) -> Option<(DeviceSpeed, f64)> {
@@ -114,14 +129,16 @@ impl Known {
         }
     }
 
-    /// Whether helpers may be asked for this call.
+    /// Whether helpers may be asked for this call. Now and then they are not, to see how long a
+    /// call takes without them.
     pub(crate) fn may_help(&mut self) -> bool {
         self.suspended = self.suspended.saturating_sub(1);
-        self.suspended == 0
+        self.suspended == 0 && self.shared < SHARED_CALLS
     }
 
     /// A call with helpers has taken `seconds`; alone it would have taken `alone_s`.
     pub(crate) fn shared(&mut self, seconds: f64, alone_s: f64) {
+        self.shared += 1;
         if seconds <= alone_s {
             (self.strikes, self.last_suspension) = (0, 0);
             return;
@@ -211,7 +228,9 @@ impl Forecasts {
 }
 
 fn is_about(a: &OwnerSpeed, b: &OwnerSpeed) -> bool {
-    close(a.device.pairs_per_s, b.device.pairs_per_s) && close(a.copies_bytes_per_s, b.copies_bytes_per_s)
+    close(a.device.pairs_per_s, b.device.pairs_per_s)
+        && close(a.alone_pairs_per_s, b.alone_pairs_per_s)
+        && close(a.copies_bytes_per_s, b.copies_bytes_per_s)
 }
 
 fn is_about_helper(a: &HelperSpeed, b: &HelperSpeed) -> bool {
@@ -226,6 +245,8 @@ fn close(a: f64, b: f64) -> bool {
     (a - b).abs() <= 0.05 * a.abs().max(b.abs())
 }
 
+/// In a row; then one without helpers.
+const SHARED_CALLS: u32 = 100;
 const FIRST_SUSPENSION: u32 = 64;
 const LONGEST_SUSPENSION: u32 = 8192;
 const MOST_FORECASTS: usize = 16;
@@ -237,13 +258,15 @@ mod tests {
     #[test]
     fn a_class_is_known_after_two_calls_of_which_the_first_may_be_slow() {
         let mut known = Known::default();
-        known.own(100.0, 100.0, true);
+        known.alone(100.0, 100.0);
         assert!(known.own_speed().is_none());
-        known.own(100.0, 1.0, true);
-        assert_eq!(known.own_speed().map(|speed| speed.pairs_per_s), Some(100.0));
-        // One slow call of many moves it by half, in factors.
-        known.own(100.0, 4.0, true);
-        assert_eq!(known.own_speed().map(|speed| speed.pairs_per_s), Some(50.0));
+        known.alone(100.0, 1.0);
+        assert_eq!(known.own_speed(), Some([100.0, 100.0]));
+        // One slow call of many moves it by half, in factors; what is slow beside helpers says nothing of
+        // calls without.
+        known.alone(100.0, 4.0);
+        known.beside(100.0, 8.0);
+        assert_eq!(known.own_speed(), Some([50.0, 25.0]));
     }
 
     #[test]
@@ -260,6 +283,19 @@ mod tests {
         known.shared(0.9, 1.0);
         known.shared(2.0, 1.0);
         assert_eq!(asked(&mut known), 63, "a good call forgives");
+    }
+
+    #[test]
+    fn of_many_shared_calls_one_is_made_alone() {
+        let mut known = Known::default();
+        let mut shared = 0;
+        while shared < 1000 && known.may_help() {
+            known.shared(0.5, 1.0);
+            shared += 1;
+        }
+        assert_eq!(shared, 100);
+        known.alone(1.0, 1.0);
+        assert!(known.may_help());
     }
 
     #[test]

@@ -46,8 +46,10 @@ pub struct HelperSpeed {
 /// The owner.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OwnerSpeed {
-    /// Its device.
+    /// Its device, beside the messages of helpers.
     pub device: DeviceSpeed,
+    /// Pairs in a second of its device in calls without helpers, which may be more.
+    pub alone_pairs_per_s: f64,
     /// Bytes that it copies from its tensors to messages, or back, in a second.
     pub copies_bytes_per_s: f64,
 }
@@ -284,7 +286,7 @@ impl Cuts {
     pub fn forecast(&self, owner: &OwnerSpeed, helpers: &[HelperSpeed]) -> Forecast {
         let again = if self.gradients { GRADIENT_WORK / (GRADIENT_WORK - 1.0) } else { 1.0 };
         // Who computes gradients alone need not compute the output again.
-        let alone_s = self.own_s(owner, self.pairs(), 0) / again;
+        let alone_s = (self.pairs() / owner.alone_pairs_per_s + owner.device.step_s) / again;
         let alone =
             Forecast { own: self.parts(0..self.slots()), shares: Vec::new(), total_s: alone_s, alone_s };
         let (mut low, mut high, mut best) = (0.0, alone_s, None);

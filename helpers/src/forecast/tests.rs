@@ -10,7 +10,7 @@ fn shape(kv_heads: u32, tokens: u32) -> Shape {
 
 fn owner() -> OwnerSpeed {
     let device = DeviceSpeed { pairs_per_s: 8e10, step_s: 1e-4 };
-    OwnerSpeed { device, copies_bytes_per_s: 1e12 }
+    OwnerSpeed { device, alone_pairs_per_s: 8e10, copies_bytes_per_s: 1e12 }
 }
 
 fn helper(pairs_per_s: f64, bytes_per_s: f64) -> HelperSpeed {
@@ -70,6 +70,16 @@ fn a_helper_that_does_not_pay_is_left_out() {
         let both = cuts.forecast(&owner(), &[useless, helper(8e10, 1e11)]);
         assert_eq!(both.shares.iter().map(|share| share.helper).collect::<Vec<_>>(), [1]);
     }
+}
+
+#[test]
+fn a_helper_that_slows_the_owner_down_as_much_as_it_helps_is_left_out() {
+    let (shape, call) = (shape(40, 8192), Call::default());
+    let cuts = Cuts::new(&call, &shape, 1).unwrap();
+    // Two on the cores of one machine: each has half of them while both compute.
+    let owner = OwnerSpeed { device: DeviceSpeed { pairs_per_s: 4e10, step_s: 0.0 }, ..owner() };
+    let forecast = cuts.forecast(&owner, &[helper(4e10, 1e11)]);
+    assert!(forecast.shares.is_empty(), "{forecast:?}");
 }
 
 #[test]

@@ -39,6 +39,8 @@ pub struct Flight {
     shape: Shape,
     forecast: Forecast,
     began: Instant,
+    /// What the caller has taken before, to make the parts.
+    copying: Duration,
     sent: Vec<Sent>,
 }
 
@@ -46,7 +48,7 @@ impl Flight {
     /// Waits for the results, not much longer than was forecast. It needs no owner meanwhile.
     /// Blocks.
     pub fn land(self) -> Landed {
-        let Self { call, shape, forecast, began, sent } = self;
+        let Self { call, shape, forecast, began, copying, sent } = self;
         let mut shares = Vec::new();
         for Sent { number, name, share, inputs, answers } in sent {
             let patience = forecast.total_s.max(share.end_s) * PATIENCE + PATIENCE_S;
@@ -56,7 +58,7 @@ impl Flight {
             let seconds = began.elapsed().as_secs_f64();
             shares.push(LandedShare { number, name, share, inputs, outcome, seconds });
         }
-        Landed { seconds: began.elapsed().as_secs_f64(), call, shape, forecast, shares }
+        Landed { seconds: (copying + began.elapsed()).as_secs_f64(), call, shape, forecast, shares }
     }
 }
 
@@ -172,7 +174,7 @@ impl Owner {
             status.sent(share);
             sent.push(Sent { number, name, share: share.clone(), inputs, answers: Some(answers) });
         }
-        Ok(Flight { call: call.clone(), shape: *shape, forecast, began, sent })
+        Ok(Flight { call: call.clone(), shape: *shape, forecast, began, copying, sent })
     }
 
     #[expect(clippy::cast_precision_loss, reason = "bytes, to a few digits")]

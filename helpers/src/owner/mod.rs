@@ -14,7 +14,7 @@ use kyklos_transport::Group;
 
 use crate::call::{Call, Part, Shape};
 use crate::check::Checker;
-use crate::forecast::{Forecast, HelperSpeed, OwnerSpeed};
+use crate::forecast::{DeviceSpeed, Forecast, HelperSpeed, OwnerSpeed};
 use crate::link::{Asked, Gone, Link};
 use crate::message::{OWNER, Request, piece_tags};
 use crate::speeds::{Class, Forecasts, Known, area};
@@ -157,6 +157,7 @@ impl Owner {
         self.links = here;
         for link in lost {
             self.status_of(&link.name.clone()).lost("its group has ended".to_owned());
+            let_go(link);
         }
         // Always the same order: forecasts are kept by it.
         self.links.sort_by_key(|link| link.number);
@@ -204,7 +205,7 @@ impl Owner {
         let own = known.own_speed();
         if !known.may_help() && !self.options.always {
             self.not_asked(None, "the last calls like this one took longer with helpers than without");
-            return Ok(alone(own.map_or(0.0, |own| pairs / own.pairs_per_s)));
+            return Ok(alone(own.map_or(0.0, |[alone, _]| pairs / alone)));
         }
         // As fast as without gradients, whose work is counted in the same pairs.
         let forward = Class::of(&Call { gradients: false, ..call.clone() }, shape);
@@ -213,15 +214,18 @@ impl Owner {
         let own = own.or_else(|| {
             // As fast as the first helper, so that both get something to do.
             let first = helpers.first().filter(|_| self.options.always)?;
-            Some(first.1.device)
+            Some([first.1.device.pairs_per_s; 2])
         });
-        let (Some(own), false) = (own, helpers.is_empty()) else { return Ok(alone(0.0)) };
-        let alone_s = pairs / own.pairs_per_s;
+        let (Some([alone_pairs_per_s, beside]), false) = (own, helpers.is_empty()) else {
+            return Ok(alone(0.0));
+        };
+        let alone_s = pairs / alone_pairs_per_s;
         if alone_s < LEAST_S && !self.options.always {
             self.not_asked(None, "the last call was too short");
             return Ok(alone(alone_s));
         }
-        let mut owner = OwnerSpeed { device: own, copies_bytes_per_s: self.copies_bytes_per_s };
+        let device = DeviceSpeed { pairs_per_s: beside, step_s: 0.0 };
+        let mut owner = OwnerSpeed { device, alone_pairs_per_s, copies_bytes_per_s: self.copies_bytes_per_s };
         let mut speeds: Vec<HelperSpeed> = helpers.iter().map(|(_, speed)| *speed).collect();
         if self.options.always {
             speeds.iter_mut().for_each(as_if_it_paid);
@@ -286,7 +290,7 @@ impl Owner {
         if area(shape) >= LEAST_AREA
             && let Ok(pairs) = self.forecasts.pairs(call, shape)
         {
-            self.classes.entry(Class::of(call, shape)).or_default().own(pairs, seconds, true);
+            self.classes.entry(Class::of(call, shape)).or_default().alone(pairs, seconds);
         }
     }
 
@@ -294,7 +298,7 @@ impl Owner {
     pub fn learn_own(&mut self, call: &Call, shape: &Shape, forecast: &Forecast, seconds: f64) {
         let own: f64 = 1.0 - forecast.shares.iter().map(|share| share.fraction).sum::<f64>();
         if let Ok(pairs) = self.forecasts.pairs(call, shape) {
-            self.classes.entry(Class::of(call, shape)).or_default().own(pairs * own, seconds, false);
+            self.classes.entry(Class::of(call, shape)).or_default().beside(pairs * own, seconds);
         }
     }
 
@@ -334,11 +338,19 @@ impl Owner {
 
     /// Lets a helper go that is no help.
     pub(super) fn dismiss(&mut self, number: u64) {
-        self.links.retain(|link| link.number != number);
+        if let Some(index) = self.links.iter().position(|link| link.number == number) {
+            let_go(self.links.remove(index));
+        }
         for known in self.classes.values_mut() {
             known.forget_helper(number);
         }
     }
+}
+
+/// Takes leave of a helper on a thread of its own: one that is dead answers late, and no call waits
+/// for that.
+fn let_go(link: Link) {
+    std::thread::spawn(move || drop(link));
 }
 
 /// A speed with which the helper gets a share of any call.

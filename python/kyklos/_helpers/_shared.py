@@ -130,8 +130,13 @@ def attention(
     """Attention, with the helpers where that pays."""
     if q.dim() != 4 or k.dim() != 4 or torch.compiler.is_compiling() or getattr(inside, "now", False):
         return original(q, k, v, mask)
-    if not core.wants(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]):
+    if not core.wants(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]) or _is_traced(q):
         return original(q, k, v, mask)
+    if torch.is_autocast_enabled(q.device.type):
+        # As PyTorch's function does.
+        to = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(to) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+        mask = mask.to(to) if mask is not None and mask.is_floating_point() else mask
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     whole = _mask_of_four_axes(mask, q, k)
     if not _understood(q, k, v, mask, whole, causal, gqa) or not scale > 0.0:
@@ -150,6 +155,13 @@ def attention(
         return alone
     o: torch.Tensor = _Shared.apply(q, k, v, call, shared) if learns else _forward(call, shared)
     return o
+
+
+def _is_traced(q: torch.Tensor) -> bool:
+    """Whether these are no numbers yet: in a graph that is being captured, and inside of ``vmap`` and ``torch.func.grad``."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _decided(core: Owner, options: dict[str, Any]) -> SharedCall | None:
@@ -223,9 +235,13 @@ def _run(
     into: list[torch.Tensor],
 ) -> list[Ranges]:
     """Sends shares, computes this process' part, and takes the results. Returns the parts that are missing."""
+    is_processor = call.q.device.type == "cpu"
+    # Not what the device has still to do of other layers.
+    if not is_processor:
+        torch.accelerator.current_stream(call.q.device).synchronize()
     began = time.perf_counter()
     arrays = call.arrays(shared, d_o)
-    if call.q.device.type != "cpu":
+    if not is_processor:
         torch.accelerator.current_stream(call.q.device).synchronize()
     try:
         flight = call.core.begin(shared, arrays, time.perf_counter() - began)

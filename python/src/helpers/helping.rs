@@ -21,8 +21,8 @@ enum Told {
     Ended(kyklos::Error),
 }
 
-/// Helps the owner whose token this is on a device of this machine, until a signal comes; with `once`,
-/// until the owner lets it go. `tell` gets lines for people.
+/// Helps the owner whose token this is on a device of this machine, until a signal comes; with
+/// `once`, until the owner lets it go. `tell` gets lines for people.
 #[pyfunction]
 pub(crate) fn help_out(
     py: Python<'_>,
@@ -63,10 +63,9 @@ pub(crate) fn help_out(
             std::thread::sleep(PAUSE);
         }
     };
-    std::thread::Builder::new()
-        .name("helper".to_owned())
-        .spawn(run)
-        .map_err(|error| PyRuntimeError::new_err(format!("the thread of a helper does not start: {error}")))?;
+    std::thread::Builder::new().name("helper".to_owned()).spawn(run).map_err(|error| {
+        PyRuntimeError::new_err(format!("the thread of a helper does not start: {error}"))
+    })?;
     tell.call1((format!("looking for the owner at {place}"),))?;
     let mut last = String::new();
     let ended = loop {

@@ -238,6 +238,29 @@ def test_compiled_code_attends_by_itself(one):
     torch.compiler.reset()
 
 
+def test_autocast_decides_the_type_as_for_pytorch(one):
+    (q, k, v), _ = states()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = F.scaled_dot_product_attention(q, k, v)
+        with one:
+            for _ in range(3):
+                o = F.scaled_dot_product_attention(q, k, v)
+                one.settle()
+    assert calls(one) > 0 and o.dtype == want.dtype
+    torch.testing.assert_close(o, want)
+
+
+def test_function_transforms_stay_here(one):
+    (q, k, v), _ = states(batch=1)
+    want = F.scaled_dot_product_attention(q, k, v)
+    many = [torch.stack([x, x]) for x in (q, k, v)]
+    with one:
+        o = torch.vmap(F.scaled_dot_product_attention)(*many)
+        gradient = torch.func.grad(lambda q: F.scaled_dot_product_attention(q, k, v).sum())(q)
+    torch.testing.assert_close(o[1], want)
+    assert gradient.shape == q.shape
+
+
 def test_settings_that_do_not_fit_are_refused(one):
     for settings in ({"wire": "f64"}, {"check": False}, {"names": ["nobody"]}, {"devices": ["toaster"]}):
         given = {"names": [], "_always": True, **settings}
