@@ -306,6 +306,9 @@ def _on_host(mask: torch.Tensor) -> torch.Tensor:
     mask = mask.detach()
     if mask.device.type == "cpu":
         return mask
+    if mask.is_inference():
+        # Nothing tells whether its numbers are the same as before.
+        return mask.cpu()
     base = mask._base if mask._base is not None else mask
     view = (base._version, mask.shape, mask.stride(), mask.storage_offset(), mask.dtype)
     for of, known, host in _last_mask:

@@ -247,7 +247,8 @@ def test_autocast_decides_the_type_as_for_pytorch(one):
                 o = F.scaled_dot_product_attention(q, k, v)
                 one.settle()
     assert calls(one) > 0 and o.dtype == want.dtype
-    torch.testing.assert_close(o, want)
+    # Two results that are each rounded once to bfloat16, of sums that differ less than that.
+    assert (o - want).abs().max() <= 2 * torch.finfo(want.dtype).eps * want.abs().max()
 
 
 def test_function_transforms_stay_here(one):
