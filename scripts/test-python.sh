@@ -18,6 +18,8 @@ export KYKLOS_FAKE_LIBRARIES
 
 if $smoke; then
     "$python" -m pip install --quiet --disable-pip-version-check numpy pytest
+    # What ComfyUI's node pack does without PyTorch.
+    (cd comfyui/tests && "$python" -m pytest -q -p no:cacheprovider --import-mode=append test_nodes.py)
     # With the features of scripts/test.sh, after which only the package itself is compiled: 13 s instead of 80 to 150.
     CARGO_INCREMENTAL=${CARGO_INCREMENTAL:-0} cargo build --release --workspace --all-features --lib --tests
     # The package as a wheel has it: its Python code beside the extension module.
@@ -47,6 +49,10 @@ CARGO_TARGET_DIR=$PWD/target "$python" -m pip install --quiet --disable-pip-vers
 run() { (cd python/tests && OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider --import-mode=append "${@}"); }
 run "${@}"
 [ $# = 0 ] || exit 0
+# ComfyUI's node pack, without ComfyUI. If KYKLOS_COMFYUI is the folder of one whose requirements are installed, it runs in that too.
+"$python" -m pip install --quiet --disable-pip-version-check 'segno>=1.6,<2'
+(cd comfyui/tests && OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider --import-mode=append .)
+"$python" -m mypy --ignore-missing-imports --follow-imports=silent comfyui/*.py
 # The same calls, operator and models on PyTorch as a device; and the contract of backends, with an extension module that has its suite.
 KYKLOS_TEST_DEVICE=torch:cpu run test_attend.py test_arrays.py test_backward.py torch_operator transformers_models transformers_families diffusers_models diffusers_families
 cargo build --release -p kyklos-python --features suite
