@@ -136,6 +136,12 @@ impl Known {
         self.suspended == 0 && self.shared < SHARED_CALLS
     }
 
+    /// Another helper is here: what was slow before need not be slow now.
+    pub(crate) fn forgive(&mut self) {
+        (self.suspended, self.last_suspension, self.strikes) = (0, 0, 0);
+        self.beside_pairs_per_s = None;
+    }
+
     /// A call with helpers has taken `seconds`; alone it would have taken `alone_s`.
     pub(crate) fn shared(&mut self, seconds: f64, alone_s: f64) {
         self.shared += 1;

@@ -30,7 +30,7 @@ impl Owner {
         if let Some(own_s) = own_s {
             self.learn_own(&call, &shape, &forecast, own_s);
         }
-        let mut all = Vec::new();
+        let (mut all, mut gone) = (Vec::new(), false);
         for LandedShare { number, name, share, inputs, outcome, seconds } in shares {
             let Some(mut outcome) = outcome else {
                 all.push(share.parts.into_iter().map(|part| (part, None)).collect());
@@ -42,11 +42,13 @@ impl Owner {
                 let pairs = pairs * share.fraction;
                 known.helped(number, pairs, outcome.computing_s, seconds, share.end_s, outcome.waited);
             }
+            gone |= matches!(outcome.fault, Some(Fault::Lost(_)));
             self.note(number, &name, &share, &outcome, class, seconds);
             all.push(share.parts.into_iter().zip(outcome.results).collect());
         }
         let missing = all.iter().flatten().any(|(_, results): &(Part, Option<_>)| results.is_none());
-        if forecast.alone_s > 0.0 {
+        // A helper that is gone says nothing about the next calls.
+        if forecast.alone_s > 0.0 && !gone {
             // What is missing takes about as long again.
             let seconds = seconds * if missing { 2.0 } else { 1.0 };
             self.classes.entry(class).or_default().shared(seconds, forecast.alone_s);

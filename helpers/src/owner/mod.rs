@@ -141,6 +141,7 @@ impl Owner {
                         // A helper that comes again under its name takes the place of the one before.
                         self.links.retain(|known| known.name != link.name);
                         self.status_of(&link.name.clone()).joined(&link);
+                        self.classes.values_mut().for_each(Known::forgive);
                     }
                     self.status_of(&link.name.clone()).state = HelperState::Ready;
                     self.links.push(*link);
