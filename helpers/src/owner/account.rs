@@ -36,7 +36,7 @@ impl Owner {
                 all.push(share.parts.into_iter().map(|part| (part, None)).collect());
                 continue;
             };
-            self.check(&call, &shape, &share, &inputs, &mut outcome, forecast.alone_s)?;
+            self.check((&call, &shape), number, &share, &inputs, &mut outcome, forecast.alone_s)?;
             if outcome.fault.is_none() {
                 let known = self.classes.entry(class).or_default();
                 let pairs = pairs * share.fraction;
@@ -59,17 +59,18 @@ impl Owner {
     /// Computes a row of the results again; a helper whose row is wrong gives none.
     fn check(
         &mut self,
-        call: &Call,
-        shape: &Shape,
+        (call, shape): (&Call, &Shape),
+        number: u64,
         share: &Share,
         inputs: &[Inputs],
         outcome: &mut Outcome,
         alone_s: f64,
     ) -> Result<()> {
-        // At most a hundredth of the call goes into checks.
+        // At most a hundredth of the call goes into checks; the first results of a helper are checked.
         let seldom = (self.checking_s / (alone_s * 0.01).max(1e-6)).ceil().clamp(1.0, 1e6);
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped")]
-        if !self.options.check || self.checker.random(seldom as u32) != 0 {
+        let is_first = !self.checked.contains(&number);
+        if !self.options.check || (!is_first && self.checker.random(seldom as u32) != 0) {
             return Ok(());
         }
         let there: Vec<usize> = (0..inputs.len()).filter(|index| outcome.results[*index].is_some()).collect();
@@ -86,6 +87,7 @@ impl Owner {
         let of_part = (&part.call(call, shape), &part.shape(shape));
         let wrong = self.checker.wrong(of_part, &inputs[*index], keys, results, call.wire)?;
         self.checking_s = began.elapsed().as_secs_f64();
+        self.checked.insert(number);
         if let Some(what) = wrong {
             outcome.results.iter_mut().for_each(|results| *results = None);
             outcome.fault = Some(Fault::Lost(format!("{LIED}{what}")));

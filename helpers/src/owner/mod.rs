@@ -5,7 +5,7 @@ mod attend;
 mod flight;
 mod status;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
@@ -62,6 +62,8 @@ pub struct Owner {
     told: HashMap<String, HelperStatus>,
     checker: Checker,
     checking_s: f64,
+    /// Numbers of the helpers of which a result has been checked.
+    checked: HashSet<u64>,
 }
 
 /// A link whose thread has ended; none if the helper is lost, with the reason.
@@ -107,6 +109,7 @@ impl Owner {
             told: HashMap::new(),
             checker: Checker::new(),
             checking_s: 0.0,
+            checked: HashSet::new(),
         }
     }
 
