@@ -35,6 +35,8 @@ pub enum HelperEvent {
         computing: Duration,
         /// Time for which the device waited for bytes.
         waiting: Duration,
+        /// Most bytes of tensors that the share takes at a time.
+        memory_bytes: u64,
     },
     /// A share that could not be computed.
     Refused(String),
@@ -87,7 +89,8 @@ impl std::fmt::Debug for HelperOptions {
 /// ```
 ///
 /// # Errors
-/// [`Error::Transport`] when the owner is gone without a word, or is of another release.
+/// [`Error::Transport`] when the owner is gone without a word, or is of another release;
+/// [`Error::Device`] when the device has failed, which the owner is told.
 pub fn help(group: impl Into<Group>, device: &Device, options: &HelperOptions) -> Result<()> {
     let group = group.into();
     if group.size() != 2 || group.rank() != crate::message::HELPER {
@@ -177,10 +180,13 @@ impl Helper {
 
     fn attend(&mut self, op: u64, work: &Work) -> Result<()> {
         let deadline = Duration::from_millis(work.deadline_ms.clamp(1000, 3_600_000));
-        if let Err(error) = self.accept(work) {
-            (self.options.on_event)(&HelperEvent::Refused(error.to_string()));
-            return self.refuse_all(op, work, 0, &error, deadline);
-        }
+        let memory_bytes = match self.accept(work) {
+            Ok(holds) => holds,
+            Err(error) => {
+                (self.options.on_event)(&HelperEvent::Refused(error.to_string()));
+                return self.refuse_all(op, work, 0, &error, deadline);
+            }
+        };
         let mut served = Served::default();
         let mut keys = None;
         let mut arriving: VecDeque<Posted<Vec<Bytes>>> = VecDeque::new();
@@ -213,7 +219,9 @@ impl Helper {
                 }
                 Err(error) => {
                     (self.options.on_event)(&HelperEvent::Refused(error.to_string()));
-                    return self.refuse_all(op, work, index + 1, &error, deadline);
+                    self.refuse_all(op, work, index + 1, &error, deadline)?;
+                    // With a device that has failed it is no help any more.
+                    return if matches!(error, Error::Device { .. }) { Err(error) } else { Ok(()) };
                 }
             }
             while leaving.len() > 2 * WINDOW {
@@ -229,6 +237,7 @@ impl Helper {
             bytes,
             computing,
             waiting,
+            memory_bytes,
         });
         Ok(())
     }
@@ -263,8 +272,8 @@ impl Helper {
         told.into_iter().try_for_each(|message| self.left(Some(message)))
     }
 
-    /// Refuses work that is none, or does not fit.
-    fn accept(&self, work: &Work) -> Result<()> {
+    /// Refuses work that is none, or does not fit. Returns the most bytes that it holds at a time.
+    fn accept(&self, work: &Work) -> Result<u64> {
         if work.pieces.is_empty() || work.pieces.len() > MOST_PIECES || !work.pieces[0].new_keys {
             return Err(Error::request(
                 format!("{} pieces", work.pieces.len()),
@@ -275,6 +284,7 @@ impl Helper {
         if work.gradients {
             self.device.supports_backward(work.dtype.parse()?, work.head_dim as usize)?;
         }
+        let mut most = 0;
         for piece in &work.pieces {
             let (shape, call) = (work.piece_shape(piece)?, work.piece_call(piece)?);
             Call { bias: None, ..call.clone() }
@@ -288,8 +298,9 @@ impl Helper {
                     "send smaller pieces, or give the helper more memory",
                 ));
             }
+            most = most.max(holds);
         }
-        Ok(())
+        Ok(most)
     }
 
     /// The parts of a piece's results.
