@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::applicant::{Applicant, Enrolled};
 use super::binding::binding;
-use super::pinned::PinnedVerifier;
+use super::pinned::{OF_ANOTHER, PinnedVerifier};
 use super::register::kind_of_reject;
 use super::token::Token;
 use crate::error::{BootstrapKind, TransportError};
@@ -216,6 +216,10 @@ fn ended_with(
             let text = "it takes no tokens, because its group is complete or it was started without an invitation: start \
                         rank 0 with the invitation";
             refused_at(at, text.to_owned(), BootstrapKind::Invitation)
+        }
+        // What this end has found: the other end's words are in another variant.
+        ConnectionError::TransportError(ref found) if found.reason.contains(OF_ANOTHER) => {
+            refused_at(at, describe(&error), BootstrapKind::Token)
         }
         error => refused_at(at, describe(&error), kind_of(&error)),
     }

@@ -92,5 +92,6 @@ fn refused(text: impl Into<String>) -> Error {
     Error::General(text.into())
 }
 
-const OF_ANOTHER: &str = "the peer is not of the authority that the token names: was rank 0 started with the invitation of \
+/// What the verifier says of an authority that is not the token's.
+pub(super) const OF_ANOTHER: &str = "the peer is not of the authority that the token names: was rank 0 started with the invitation of \
                           this token?";
