@@ -12,6 +12,7 @@ use kyklos::{Error, Result};
 use kyklos_transport::quic::{EnrolConfig, Identity, Invitation, QuicConfig, QuicTransport, Token, enrol};
 use kyklos_transport::{Group, Rank, TransportError};
 
+use crate::local_network::Announcement;
 use crate::owner::Joining;
 
 /// The owner's door for one helper. It stays open until it is dropped.
@@ -39,10 +40,12 @@ impl Door {
         let door = Self { shared: Arc::clone(&shared) };
         let invitation = Arc::new(invitation);
         std::thread::spawn(move || {
+            let announcement = shared.announce(&invitation);
             let mut failures = 0;
             while !shared.closed.load(Ordering::Relaxed) {
                 failures = if shared.let_in(&invitation, &joining, failures) { 0 } else { failures + 1 };
             }
+            drop(announcement);
         });
         door
     }
@@ -65,6 +68,13 @@ impl Drop for Door {
 }
 
 impl Shared {
+    /// Tells the local network where the door is, unless it is for this machine alone.
+    fn announce(&self, invitation: &Invitation) -> Option<Announcement> {
+        let at = owner_address(invitation);
+        let token = invitation.token();
+        (!at.ip().is_loopback()).then(|| Announcement::new(&self.name, token, at.port())).flatten()
+    }
+
     /// Waits for the helper for a while; if it comes, until it is gone. False if the door itself
     /// fails, as it has `failures` times before.
     fn let_in(&self, invitation: &Arc<Invitation>, joining: &Joining, failures: u32) -> bool {
@@ -98,17 +108,22 @@ impl Shared {
     }
 }
 
-fn owner_config(invitation: &Arc<Invitation>) -> QuicConfig {
+/// Where the owner listens: at all addresses, unless it is for this machine alone.
+fn owner_address(invitation: &Invitation) -> SocketAddr {
     let place = invitation.token().place();
     let port = place.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).unwrap_or(0);
     let resolved = place.to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
     let is_loopback = resolved.is_some_and(|address| address.ip().is_loopback());
     let host = if is_loopback { resolved.map_or(ANY, |address| address.ip()) } else { ANY };
-    let address = SocketAddr::new(host, port);
+    SocketAddr::new(host, port)
+}
+
+fn owner_config(invitation: &Arc<Invitation>) -> QuicConfig {
+    let address = owner_address(invitation);
     let identity = invitation.identity().clone();
     let mut config = QuicConfig::new(Rank(0), 2, invitation.job(), address, identity);
     config.invitation = Some(Arc::clone(invitation));
-    config.bind = host;
+    config.bind = address.ip();
     config.connect_deadline = ROUND;
     config.warn = |text, _| tracing::debug!("{text}");
     config.note = |text| tracing::debug!("{text}");
@@ -130,6 +145,11 @@ impl Knock {
     /// [`Error::Transport`] for a text that is none.
     pub fn new(token: &str) -> Result<Self> {
         Ok(Self { token: token.trim().parse::<Token>()?, identity: None })
+    }
+
+    /// Tells this owner from others that announce themselves, as [`Token::owner`].
+    pub fn owner(&self) -> String {
+        self.token.owner()
     }
 
     /// Where the owner is, by the token.

@@ -10,6 +10,7 @@
 //! - [`help`] is the helper's side.
 //! - [`Cuts`] forecasts what helpers are worth, without any.
 //! - [`Door`] lets helpers in that have its token; [`Knock`] is the helper's side of it.
+//! - [`OwnerSearch`] finds owners on the local network.
 
 mod call;
 mod check;
@@ -19,6 +20,7 @@ mod forecast;
 mod helper;
 mod invitations;
 mod link;
+mod local_network;
 mod message;
 mod owner;
 mod speeds;
@@ -30,6 +32,7 @@ pub use forecast::{Cuts, DeviceSpeed, Forecast, HelperSpeed, LinkSpeed, OwnerSpe
 pub use helper::{HelperEvent, HelperOptions, help};
 pub use invitations::Invitations;
 pub use link::Gone;
+pub use local_network::{FoundOwner, OwnerSearch, local_address};
 pub use owner::{
     Flight, Gradients, HelperState, HelperStatus, Inputs, Joining, Landed, Owner, OwnerOptions, Results,
 };
