@@ -6,6 +6,8 @@ mod bench;
 mod certs;
 pub(crate) mod devices;
 mod doctor;
+mod help_out;
+mod helpers;
 mod launch;
 mod plan;
 mod tune;
@@ -59,6 +61,14 @@ pub(crate) enum Command {
     ///
     /// Exit code 0: no problem found; 1: a problem found; 2: the files cannot be used.
     Doctor(doctor::DoctorArgs),
+    /// Lets this machine's device compute a share of somebody else's attention: no model, no files
+    ///
+    /// The owner has the model and calls; this machine gets the queries, keys and values of some
+    /// heads of a call, and returns their output. It waits for the owner as long as it takes, also
+    /// when the owner starts again. Ctrl-C leaves in order: the owner then computes the share.
+    HelpOut(help_out::HelpOutArgs),
+    /// Invites helpers, and predicts what they would be worth
+    Helpers(helpers::HelpersArgs),
     /// Creates the authority of a cluster and the identities of its ranks and hosts
     Certs(certs::CertsArgs),
 }
@@ -75,6 +85,8 @@ impl Command {
             Self::Tune(args) => tune::tune(args).map(done),
             Self::Launch(args) => launch::launch(args),
             Self::Doctor(args) => doctor::doctor(args),
+            Self::HelpOut(args) => help_out::help_out(args).map(done),
+            Self::Helpers(args) => helpers::helpers(args).map(done),
             Self::Certs(args) => certs::certs(args).map(done),
         }
     }

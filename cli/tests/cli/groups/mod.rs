@@ -4,6 +4,7 @@ mod certs;
 pub(crate) mod clusters;
 mod delivery;
 mod forming;
+mod helpers;
 pub(crate) mod launch;
 pub(crate) mod on_loss;
 mod tab;

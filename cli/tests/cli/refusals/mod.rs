@@ -9,6 +9,7 @@ mod descriptions;
 mod devices;
 mod files;
 mod groups;
+mod helpers;
 mod launchers;
 mod made;
 mod masks;

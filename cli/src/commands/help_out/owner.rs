@@ -1,0 +1,113 @@
+//! The owner, who may not be there yet, or not any more.
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use kyklos::Error;
+use kyklos_helpers::{Knock, OwnerSearch};
+use kyklos_launch::HostPort;
+use kyklos_transport::{Group, harmless};
+
+use crate::failure::{Failure, Result, note};
+
+/// Where to knock.
+#[derive(Debug)]
+pub(super) struct Owner {
+    knock: Knock,
+    /// `--address`.
+    address: Option<HostPort>,
+    /// Whether it has let this helper in before.
+    is_known: bool,
+    /// Where it has been found, if it was not where it should be.
+    found_at: Option<SocketAddr>,
+}
+
+impl Owner {
+    pub(super) fn new(knock: Knock, address: Option<String>) -> Result<Self> {
+        let address = address.map(|text| HostPort::parse(&text, &format!("--address {text}"))).transpose()?;
+        Ok(Self { knock, address, is_known: false, found_at: None })
+    }
+
+    /// Where the owner is, as the user knows it, or where it was found.
+    pub(super) fn place(&self) -> String {
+        self.found_at.map_or_else(|| self.given_place(), |found| found.to_string())
+    }
+
+    fn given_place(&self) -> String {
+        self.address.as_ref().map_or_else(|| self.knock.place().to_owned(), ToString::to_string)
+    }
+
+    /// Forms the group with the owner. Waits for it as long as it takes, and says so once.
+    ///
+    /// # Errors
+    /// For a token that the owner does not take, and an address that nobody knows.
+    pub(super) fn enter(&mut self) -> Result<Group> {
+        let mut search: Option<OwnerSearch> = None;
+        let mut is_told = false;
+        loop {
+            let given = self.given();
+            let found = search.as_mut().map(|search| self.found(search)).unwrap_or_default();
+            let error = match self.knock.enter(PATIENCE, &[&given[..], &found[..]].concat()) {
+                Ok(group) => {
+                    (self.is_known, self.found_at) = (true, found.first().copied());
+                    return Ok(group);
+                }
+                Err(error) => error,
+            };
+            // Whoever announces an address there may be somebody else.
+            if !Knock::may_try_again(&error) && found.is_empty() {
+                let unknown_address = error.is_request();
+                if !unknown_address {
+                    return Err(wrong_token(&error));
+                }
+                // It may be found by its announcement, or when the network is back.
+                if !self.is_known && search.is_some() {
+                    return Err(error.into());
+                }
+            }
+            if !is_told {
+                let (place, why) = (self.given_place(), harmless(&error.to_string()));
+                note(&format!("waiting for the owner at {place}: {why}"));
+                is_told = true;
+            }
+            match &mut search {
+                None => {
+                    search = OwnerSearch::new();
+                    let until = Instant::now() + LOOK;
+                    while let Some(search) = &mut search
+                        && self.found(search).is_empty()
+                        && Instant::now() < until
+                    {
+                        search.look(STEP);
+                    }
+                }
+                Some(_) => std::thread::sleep(PAUSE),
+            }
+        }
+    }
+
+    fn given(&self) -> Vec<SocketAddr> {
+        let resolved = self.address.as_ref().and_then(|at| at.to_string().to_socket_addrs().ok());
+        resolved.into_iter().flatten().collect()
+    }
+
+    /// Where owners with this authority say that they are.
+    fn found(&self, search: &mut OwnerSearch) -> Vec<SocketAddr> {
+        let owner = self.knock.owner();
+        let of_owner = search.found().iter().filter(|found| found.owner == owner);
+        of_owner.flat_map(|found| found.addresses.clone()).collect()
+    }
+}
+
+/// The failure of a token that is none, or that the owner does not take.
+pub(super) fn wrong_token(error: &Error) -> Failure {
+    Failure::request(
+        harmless(&error.to_string()),
+        "kyklos helpers invite prints the whole token on the owner's machine; it holds until the invitation is removed",
+    )
+}
+
+const PATIENCE: Duration = Duration::from_secs(6);
+const LOOK: Duration = Duration::from_secs(3);
+const STEP: Duration = Duration::from_millis(200);
+const PAUSE: Duration = Duration::from_secs(1);

@@ -1,0 +1,25 @@
+//! Refusals of helpers and of their invitations.
+
+use super::of_program;
+use crate::support::transcript_holds;
+
+#[test]
+fn helpers() {
+    transcript_holds("helpers", &of_program(COMMANDS));
+}
+
+const COMMANDS: &[&str] = &[
+    "help-out kyklos1.nothing",
+    "help-out TOKEN --device tpu",
+    "help-out TOKEN --memory much",
+    "KYKLOS_JOIN=x help-out --device cpu",
+    "KYKLOS_SETTINGS_DIR=DIR/set helpers invite ../x --address studio",
+    "KYKLOS_SETTINGS_DIR=DIR/set helpers invite kitchen --address studio:29700",
+    "KYKLOS_SETTINGS_DIR=DIR/set helpers invite kitchen --port 0",
+    "KYKLOS_SETTINGS_DIR=DIR/set helpers remove kitchen",
+    "helpers forecast --device tab",
+    "helpers forecast --helper-speed 0",
+    "helpers forecast --pairs-per-s many",
+    "helpers forecast --link wifi",
+    "helpers forecast --wire f4",
+];
