@@ -15,12 +15,12 @@ use crate::failure::{Failure, Result, note};
 use crate::hints::{hinted, of_bootstrap};
 use crate::interrupt;
 use crate::observe::record;
-use crate::options::OnLoss;
+use crate::options::{OnLoss, headings};
 
 /// How this process joins a group of processes. Without any of it the environment of a launcher
 /// says.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Options of one process of several")]
+#[command(next_help_heading = headings::GROUP)]
 pub(crate) struct GroupArgs {
     /// This process is rank R of several
     #[arg(long, value_name = "R")]
@@ -54,21 +54,21 @@ pub(crate) struct GroupArgs {
     #[arg(long, value_name = "DAYS", default_value_t = 3)]
     pub(crate) warn_days: u32,
     /// Seconds within which all processes must have come
-    #[arg(long, value_name = "SECONDS", default_value = "60")]
+    #[arg(help_heading = headings::RECOVERY, long, value_name = "SECONDS", default_value = "60")]
     pub(crate) join_deadline: NonZeroU32,
     /// Seconds without progress after which a rank that computes while others wait for it ends the
     /// run by name; more than a kernel takes to compile. Rank 0's counts, which warns after a
     /// quarter [default: 180]
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(help_heading = headings::RECOVERY, long, value_name = "SECONDS")]
     pub(crate) stuck_after: Option<NonZeroU32>,
     /// Milliseconds between two signs of life; a rank counts as dead when twelve in a row are
     /// missing, with --link wan after 15 seconds at the least. The same on all ranks [default:
     /// 200, or 500 with --link wan]
-    #[arg(long, value_name = "MS")]
+    #[arg(help_heading = headings::RECOVERY, long, value_name = "MS")]
     pub(crate) heartbeat: Option<NonZeroU32>,
     /// This process takes the place of one that died: it joins while the group forms, or when the
     /// others form it again (--on-loss rejoin)
-    #[arg(long)]
+    #[arg(help_heading = headings::RECOVERY, long)]
     pub(crate) rejoin: bool,
     /// Local address of this process [default: all, or loopback if rank 0 is there]
     #[arg(long, value_name = "ADDRESS")]

@@ -52,9 +52,10 @@ pub(crate) fn of_launch(error: &kyklos_launch::Error) -> String {
     use kyklos_launch::Error;
     match error {
         Error::Request { kind, .. } => hinted(error, of_request(*kind)),
-        Error::Token { source, .. } | Error::Link(source) | Error::Transport(source) => {
-            hinted(error, of_transport(source))
-        }
+        Error::Token { source, .. }
+        | Error::Link(source)
+        | Error::Credentials(source)
+        | Error::Transport(source) => hinted(error, of_transport(source)),
         _ => error.to_string(),
     }
 }

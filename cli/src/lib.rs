@@ -1,8 +1,9 @@
 //! The `kyklos` program. This library is not an interface for other programs; tests reach the
 //! decoders through it.
 //!
-//! Exit codes: 0 success; 1 the run failed (also without a device or driver), or `doctor` found a
-//! problem; 2 the request is wrong. A wrong request is one line on standard error.
+//! Exit codes: 0 success; 1 the run failed, or `doctor` found a problem; 2 nothing has run, because
+//! the request is wrong or names what is not there. A refusal is one line on standard error. With
+//! `--json` an error is one JSON object on standard output too. `docs/errors.md` has the table.
 //!
 //! # Modules, from the bottom up
 //!
@@ -52,12 +53,11 @@ mod verify;
 
 use std::process::ExitCode;
 
-use clap::Parser;
 use clap::error::ErrorKind;
 use commands::Cli;
 #[doc(hidden)]
 pub use failure::printed;
-use failure::{Failure, note, print};
+use failure::{Failure, note, print_help};
 
 /// Runs the program with the arguments of this process.
 pub fn main() -> ExitCode {
@@ -69,18 +69,17 @@ pub fn main() -> ExitCode {
 fn run_command() -> ExitCode {
     devices::driver::give_a_runtime_folder();
     devices::driver::leave_out_caught_panics();
-    let cli = match Cli::try_parse_from(std::env::args_os()) {
+    // Also where the parser refuses the command line.
+    if std::env::args_os().any(|word| word == "--json") {
+        failure::answer_in_json();
+    }
+    let cli = match Cli::read() {
         Ok(cli) => cli,
-        Err(help) if !help.use_stderr() => {
-            return end(print(&help.render().to_string()).map(|()| 0));
-        }
+        Err(help) if !help.use_stderr() => return end(print_help(&help).map(|()| 0)),
         Err(help) if help.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            note(help.render().to_string().trim_end());
-            return ExitCode::from(2);
+            return end(print_help(&help).map(|()| 2));
         }
-        Err(error) => {
-            return end(Err(Failure { exit: 2, ..Failure::run(options::one_line(&error)) }));
-        }
+        Err(error) => return end(Err(Failure::refused(options::one_line(&error)))),
     };
     // A switch with a wrong value is refused by every command.
     if let Err(failure) = switches::check() {
@@ -98,6 +97,7 @@ fn end(result: failure::Result<u8>) -> ExitCode {
                 _ => failure.text,
             };
             note(&format!("error: {text}"));
+            failure::answer_with_error(&text, failure.exit);
             ExitCode::from(failure.exit)
         }
     }

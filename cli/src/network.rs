@@ -9,11 +9,11 @@ use kyklos::Error;
 use kyklos_transport::quic::{Carrier, Congestion, LinkProfile, LinkSettings};
 
 use crate::failure::{Failure, Result};
-use crate::options::ByteSize;
+use crate::options::{ByteSize, headings};
 
 /// Settings of the links between ranks; usually the same on all ranks.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Options of the network between ranks (--transport quic)")]
+#[command(next_help_heading = headings::NETWORK)]
 pub(crate) struct NetworkArgs {
     /// Protocol that carries the packets: udp, or tcp where UDP is blocked. The same on all ranks
     /// [default: udp]
@@ -28,9 +28,9 @@ pub(crate) struct NetworkArgs {
     /// [default: measured, up to 1500]
     #[arg(long, value_name = "BYTES")]
     pub(crate) link_mtu: Option<u16>,
-    /// cubic shares links with other traffic. fixed:BYTES keeps this much in flight in spite of
-    /// losses, for links without other traffic [default: cubic; with tcp the choice of the
-    /// system]
+    /// How much is in flight: as cubic decides, which shares links with other traffic, or
+    /// fixed:BYTES in spite of losses, for links without other traffic [default: cubic; with tcp
+    /// the choice of the system]
     #[arg(long, value_name = "cubic|fixed:BYTES")]
     pub(crate) congestion: Option<CongestionName>,
     /// Connections between two ranks for messages, each with a port and a thread, for links that
@@ -72,8 +72,7 @@ impl NetworkArgs {
     pub(crate) fn here(&self, size: u32) -> Result<LinkSettings> {
         let link = LinkSettings { shared_memory: self.shared_memory == Some(OnOff::On), ..self.settings() };
         // No rank has tried anything yet: it is the request that is wrong.
-        link.check(Ipv4Addr::LOCALHOST.into(), size)
-            .map_err(|error| Failure { exit: 2, ..Failure::run(error.to_string()) })?;
+        link.check(Ipv4Addr::LOCALHOST.into(), size).map_err(|error| Failure::refused(error.to_string()))?;
         Ok(link)
     }
 

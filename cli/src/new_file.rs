@@ -1,7 +1,9 @@
 //! A file that gets its name when it is complete. Until then it has a temporary name in the same
 //! folder.
 
+use std::error::Error;
 use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::failure::{Failure, Result};
@@ -24,7 +26,7 @@ impl NewFile {
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
         let file = builder.tempfile_in(folder_of(target));
-        let file = file.map_err(|error| Failure::file("write", target, &error))?;
+        let file = file.map_err(|error| cannot_create(target, &error))?;
         let to_remove = RemoveOnInterrupt::file(file.path());
         Ok(Self { target: target.to_owned(), file, _remove: to_remove })
     }
@@ -34,7 +36,7 @@ impl NewFile {
     }
 
     /// The failure of an operation on the file.
-    pub(crate) fn cannot_write(&self, error: &std::io::Error) -> Failure {
+    pub(crate) fn cannot_write(&self, error: &io::Error) -> Failure {
         Failure::file("write", &self.target, error)
     }
 
@@ -66,6 +68,37 @@ pub(crate) fn check_name(option: &str, path: &Path, example: &str) -> Result<()>
         ));
     }
     Ok(())
+}
+
+/// Refuses a file in a folder that is not there; `option` names it. For files that are written at
+/// the end of a run.
+pub(crate) fn check_folder(option: &str, path: &Path) -> Result<()> {
+    match std::fs::metadata(folder_of(path)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let failure = cannot_create(path, &error);
+            Err(Failure { text: format!("{option}: {}", failure.text), ..failure })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Why no file can be made in the folder of `target`, without the temporary name. What the user can
+/// change is a refusal: nothing has run.
+fn cannot_create(target: &Path, error: &io::Error) -> Failure {
+    let why = match error.kind() {
+        io::ErrorKind::NotFound => "its folder does not exist: make it, or name a file in another one",
+        io::ErrorKind::PermissionDenied => "its folder is closed to this user: name a file in another one",
+        io::ErrorKind::ReadOnlyFilesystem => "its folder is read-only: name a file in another one",
+        io::ErrorKind::NotADirectory => "a part of its path is no folder: name a file in a folder",
+        _ => {
+            let why = error
+                .get_ref()
+                .and_then(Error::source)
+                .map_or_else(|| error.to_string(), ToString::to_string);
+            return Failure::run(format!("cannot write {}: {why}", target.display()));
+        }
+    };
+    Failure::refused_here(format!("cannot write {}: {why}", target.display()))
 }
 
 /// Refuses to replace what is not a regular file: a pipe or a device.

@@ -54,7 +54,10 @@ impl Credentials {
                         "the invitation holds the identity of rank 0, so leave the other one out",
                     )
                     .of(RequestKind::TwoProofs)),
-                    None => Ok(Self::Invitation(Arc::new(Invitation::read_file(path)?), path.clone())),
+                    None => {
+                        let invitation = Invitation::read_file(path).map_err(Error::Credentials)?;
+                        Ok(Self::Invitation(Arc::new(invitation), path.clone()))
+                    }
                 }
             }
             (None, Some((_, origin))) if options.rejoin => Err(Error::request(

@@ -48,8 +48,11 @@ pub enum Error {
         /// The system's answer.
         source: io::Error,
     },
-    /// An identity, an invitation or a list of revoked keys cannot be used, or the group did not
-    /// form.
+    /// An identity, an invitation or a list of revoked keys cannot be used. Nothing has been sent
+    /// but a word of that to rank 0.
+    #[error(transparent)]
+    Credentials(TransportError),
+    /// The group did not form.
     #[error(transparent)]
     Transport(#[from] TransportError),
 }
@@ -76,8 +79,14 @@ impl Error {
     pub fn is_request(&self) -> bool {
         match self {
             Self::Request { .. } | Self::Device { .. } | Self::Token { .. } | Self::Link(_) => true,
-            Self::ClusterFile { .. } | Self::Transport(_) => false,
+            Self::ClusterFile { .. } | Self::Credentials(_) | Self::Transport(_) => false,
         }
+    }
+
+    /// Whether this process refuses before it belongs to a group: the request or a file that it
+    /// names is wrong, so that another attempt fails the same way.
+    pub fn is_refusal(&self) -> bool {
+        self.is_request() || matches!(self, Self::ClusterFile { .. } | Self::Credentials(_))
     }
 }
 

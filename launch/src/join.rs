@@ -77,11 +77,14 @@ impl Assignment {
             (options.warn)(&text, BootstrapKind::Other);
         }
         self.configure(&mut config, deadline)?;
+        // The others are told of an identity that does not fit, so that is left to the transport.
+        let fits = config.check_credentials().is_ok();
         let group = match options.on_loss {
-            _ if options.rejoin => QuicTransport::rejoin(config)?,
-            Some(who) => QuicTransport::connect_or_regroup(config, who)?,
-            None => QuicTransport::connect(config)?,
+            _ if options.rejoin => QuicTransport::rejoin(config),
+            Some(who) => QuicTransport::connect_or_regroup(config, who),
+            None => QuicTransport::connect(config),
         };
+        let group = group.map_err(if fits { Error::Transport } else { Error::Credentials })?;
         if let Some(line) = group.network().filter(|_| !self.by_kyklos_launch) {
             (options.note)(&format!("rank {}: {line}", self.rank));
         }
@@ -102,7 +105,10 @@ impl Assignment {
         Ok(match &self.credentials {
             Credentials::IdentityFile => {
                 let path = self.identity_path()?;
-                (Identity::read_file(&path)?, format!("identity {}", path.display()))
+                (
+                    Identity::read_file(&path).map_err(Error::Credentials)?,
+                    format!("identity {}", path.display()),
+                )
             }
             Credentials::Given(identity) => ((**identity).clone(), "identity in memory".to_owned()),
             Credentials::Invitation(invitation, path) => {
@@ -121,7 +127,8 @@ impl Assignment {
         if matches!(self.credentials, Credentials::IdentityFile) {
             config.identity_file = Some(self.identity_path()?);
         }
-        config.revoked = options.revoked.as_deref().map(Revoked::read_file).transpose()?;
+        config.revoked =
+            options.revoked.as_deref().map(Revoked::read_file).transpose().map_err(Error::Credentials)?;
         config.places.clone_from(&self.hosts);
         // In whole seconds, because errors quote it.
         let left = deadline.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);

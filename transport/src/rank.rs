@@ -71,8 +71,8 @@ pub const MAX_NOTE_BYTES: usize = 1024;
 /// The kind of a rank's refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalReason {
-    /// The request cannot be right, whichever rank runs it: it does not fit itself, or the ranks
-    /// have different ones.
+    /// The request is wrong and fails again: it does not fit itself, the ranks have different ones,
+    /// or it names what this rank's machine does not have.
     WrongRequest,
     /// The rank has failed.
     Failed,

@@ -4,22 +4,25 @@
 pub(crate) mod attend;
 mod bench;
 mod certs;
+mod completions;
 pub(crate) mod devices;
 mod doctor;
+mod help;
 mod help_out;
 mod helpers;
 mod launch;
+mod man;
 mod plan;
 mod tune;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 pub(crate) use self::bench::against;
 use crate::failure::Result;
 
 /// Exact attention over a sequence that is split across ranks.
 #[derive(Debug, Parser)]
-#[command(name = "kyklos", version, disable_help_subcommand = true, arg_required_else_help = true)]
+#[command(name = "kyklos", version, arg_required_else_help = true)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -71,6 +74,31 @@ pub(crate) enum Command {
     Helpers(helpers::HelpersArgs),
     /// Creates the authority of a cluster and the identities of its ranks and hosts
     Certs(certs::CertsArgs),
+    /// Prints what a shell completes after `kyklos`
+    ///
+    /// For bash: kyklos completions bash > ~/.local/share/bash-completion/completions/kyklos. For
+    /// zsh: a file _kyklos in a folder of $fpath. For fish:
+    /// ~/.config/fish/completions/kyklos.fish.
+    Completions(completions::CompletionsArgs),
+    /// Writes the manual pages: kyklos.1, and one for each command
+    Man(man::ManArgs),
+}
+
+impl Cli {
+    /// Reads the command line of this process.
+    ///
+    /// # Errors
+    /// The parser's refusal, help or version.
+    pub(crate) fn read() -> std::result::Result<Self, clap::Error> {
+        let mut command = command();
+        let matches = command.try_get_matches_from_mut(std::env::args_os())?;
+        Self::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+    }
+}
+
+/// The command line as help, completions and manual pages show it.
+fn command() -> clap::Command {
+    help::with_short_help(Cli::command())
 }
 
 impl Command {
@@ -88,6 +116,8 @@ impl Command {
             Self::HelpOut(args) => help_out::help_out(args).map(done),
             Self::Helpers(args) => helpers::helpers(args).map(done),
             Self::Certs(args) => certs::certs(args).map(done),
+            Self::Completions(args) => completions::completions(args, command()).map(done),
+            Self::Man(args) => man::man(args, command()).map(done),
         }
     }
 }

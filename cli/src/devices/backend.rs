@@ -40,7 +40,7 @@ pub(super) fn existing(name: &str, index: usize, found: usize) -> Result<usize> 
     if index < found {
         return Ok(index);
     }
-    Err(Failure::run(format!(
+    Err(Failure::refused_here(format!(
         "device {name}:{index} does not exist, this machine has {found}: use a number below {found}; \
          kyklos devices lists them"
     )))

@@ -27,8 +27,9 @@ impl BackendEntry for Cuda {
 
     /// Without a number: the usable devices share the ranks.
     fn choose(index: Option<usize>, local_rank: usize) -> Result<usize> {
-        let devices = found()
-            .map_err(|why| Failure::run(format!("no device for cuda: {why}, or use --device wgpu or cpu")))?;
+        let devices = found().map_err(|why| {
+            Failure::refused_here(format!("no device for cuda: {why}, or use --device wgpu or cpu"))
+        })?;
         if let Some(index) = index {
             return existing(Self::NAME, index, devices.len());
         }

@@ -26,7 +26,7 @@ impl BackendEntry for Wgpu {
     fn choose(index: Option<usize>, local_rank: usize) -> Result<usize> {
         let adapters = adapters();
         if adapters.is_empty() {
-            return Err(Failure::run(if can_load_drivers() {
+            return Err(Failure::refused_here(if can_load_drivers() {
                 "no device for wgpu: no Vulkan, Metal or DX12 driver was found: install the GPU's driver, \
                  or use --device cpu"
             } else {

@@ -116,9 +116,10 @@ impl Job {
         format!("Attention by {} on {} ranks", self.request.strategy, self.set().mesh.size())
     }
 
-    /// A wrong request is wrong on all ranks; any other failure names this rank.
+    /// A wrong request is wrong on all ranks; any other failure, and what this machine does not
+    /// have, names this rank.
     pub(super) fn named(&self, rank: Rank, failure: Failure) -> Failure {
-        if failure.exit == 2 || self.set().mesh.size() == 1 {
+        if (failure.exit == 2 && !failure.of_place) || self.set().mesh.size() == 1 {
             return failure;
         }
         Failure { text: format!("rank {rank}: {}", failure.text), ..failure }

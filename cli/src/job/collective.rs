@@ -8,16 +8,16 @@ use kyklos_transport::Group;
 
 use crate::devices::{BackendKind, DeviceRequest};
 use crate::failure::{Failure, Result, note};
-use crate::options::CollectiveName;
+use crate::options::{CollectiveName, headings};
 
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct CollectiveArgs {
     /// How the messages of a plan go between devices
-    #[arg(long, value_enum, default_value_t = CollectiveName::Host)]
+    #[arg(help_heading = headings::NETWORK, long, value_enum, default_value_t = CollectiveName::Host)]
     collective: CollectiveName,
     /// Number of the cluster of this rank, 0 if not given: NCCL is used between ranks of one
     /// cluster only
-    #[arg(long, value_name = "N")]
+    #[arg(help_heading = headings::NETWORK, long, value_name = "N")]
     nccl_cluster: Option<u32>,
 }
 

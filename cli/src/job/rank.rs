@@ -22,7 +22,7 @@ use crate::observe::clocks::Ahead;
 use crate::observe::page::model::TimelineRow;
 use crate::observe::page::target::{PageFile, PageTarget};
 use crate::observe::record::Flight;
-use crate::observe::trace::Track;
+use crate::observe::trace::{self, Track};
 use crate::request::Request;
 use crate::run::call::RankCall;
 use crate::tensors::GivenGradient;
@@ -160,6 +160,9 @@ impl Job {
             }
             None => None,
         };
+        if let Some(path) = &self.outputs.trace {
+            trace::check(path, rank)?;
+        }
         let page = self.outputs.page.as_ref().filter(|_| rank.0 == 0);
         let page = page.map(PageTarget::open).transpose()?;
         Ok(Ready { device, tensors, gradient, output, page })

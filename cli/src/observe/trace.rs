@@ -11,6 +11,7 @@ use kyklos_transport::Rank;
 
 use crate::failure::{Failure, Result};
 use crate::messages::{Messages, numbers};
+use crate::new_file::check_folder;
 use crate::observe::clocks::Ahead;
 use crate::options::RANK;
 
@@ -28,6 +29,15 @@ pub(crate) struct Trace(Vec<Bytes>);
 /// Whether every rank writes a file of its own.
 pub(crate) fn is_by_rank(path: &Path) -> bool {
     path.to_string_lossy().contains(RANK)
+}
+
+/// Refuses a file in a folder that is not there, if `rank` writes it at the end.
+pub(crate) fn check(path: &Path, rank: Rank) -> Result<()> {
+    if rank.0 == 0 || is_by_rank(path) { check_folder("--trace", &file_of(path, rank.0)) } else { Ok(()) }
+}
+
+fn file_of(path: &Path, rank: u32) -> PathBuf {
+    PathBuf::from(path.to_string_lossy().replace(RANK, &rank.to_string()))
 }
 
 impl Track {
@@ -111,7 +121,7 @@ impl Track {
 impl Trace {
     /// Writes the file of `rank`.
     pub(crate) fn write(&self, path: &Path, rank: u32) -> Result<()> {
-        let path = PathBuf::from(path.to_string_lossy().replace(RANK, &rank.to_string()));
+        let path = file_of(path, rank);
         let write = || -> std::io::Result<()> {
             let mut out = BufWriter::new(File::create(&path)?);
             out.write_all(b"{\"traceEvents\":[\n")?;

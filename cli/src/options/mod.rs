@@ -1,5 +1,6 @@
 //! Values of options, and the options that several commands share.
 
+pub(crate) mod headings;
 mod problem;
 mod refusal;
 mod tabs;

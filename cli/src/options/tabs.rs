@@ -6,13 +6,13 @@ use std::time::Duration;
 use clap::Args;
 use kyklos::Error;
 
-use super::{List, ListItem};
+use super::{List, ListItem, headings};
 use crate::devices;
 use crate::failure::{Failure, Result};
 
 /// How browser tabs come in.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Options of browser tabs (--device tab)")]
+#[command(next_help_heading = headings::TABS)]
 pub(crate) struct TabArgs {
     /// Where the page is served, tab.html of demos/browser/ of the same release: https, or http on
     /// the machine of the browser [default: http://localhost:8000/tab.html]

@@ -10,14 +10,16 @@ use crate::hints;
 
 /// Reads a description of a cluster.
 pub(crate) fn read(path: &Path) -> Result<Cluster> {
-    let bytes = std::fs::metadata(path).map_err(|error| Failure::file("read", path, &error))?.len();
+    let bytes =
+        std::fs::metadata(path).map_err(|error| Failure::file("read", path, &error).as_refusal())?.len();
     if bytes > MOST_BYTES {
         return Err(Failure::request(
             format!("{} has {bytes} bytes", path.display()),
             format!("a cluster description has at most {MOST_BYTES}"),
         ));
     }
-    let text = std::fs::read_to_string(path).map_err(|error| Failure::file("read", path, &error))?;
+    let text =
+        std::fs::read_to_string(path).map_err(|error| Failure::file("read", path, &error).as_refusal())?;
     Cluster::from_toml(&text).map_err(|error| {
         let failure = Failure::from(error);
         Failure { text: format!("{}: {}", path.display(), failure.text), ..failure }
@@ -28,12 +30,7 @@ pub(crate) fn read(path: &Path) -> Result<Cluster> {
 pub(crate) fn nothing_fits(candidates: usize, first: &PlanError) -> Failure {
     let plural = if candidates == 1 { "the plan is" } else { "all plans are" };
     let first = hints::of_plan(first);
-    Failure {
-        exit: 2,
-        text: format!("{plural} refused, of {candidates} the first one because: {first}"),
-        of_group: false,
-        of_device: false,
-    }
+    Failure::refused(format!("{plural} refused, of {candidates} the first one because: {first}"))
 }
 
 const MOST_BYTES: u64 = 1 << 20;

@@ -182,9 +182,9 @@ fn the_list_of_devices_says_which_kernels_are_switched_off_or_replaced() {
 fn what_is_not_there_is_refused_with_the_reason() {
     let attend = |device| ["attend", "--shape", "1,16,2,2,8", "--device", device];
     for (fake, device, code, words) in [
-        ("devices=2", "cuda:2", 1, &["cuda:2", "has 2", "kyklos devices"][..]),
-        ("devices=0", "cuda", 1, &["CUDA_ERROR_NO_DEVICE (100)", "nvidia-smi", "wgpu"]),
-        ("version=11080", "cuda", 1, &["11.8", "12.0", "525", "wgpu"]),
+        ("devices=2", "cuda:2", 2, &["cuda:2", "has 2", "kyklos devices"][..]),
+        ("devices=0", "cuda", 2, &["CUDA_ERROR_NO_DEVICE (100)", "nvidia-smi", "wgpu"]),
+        ("version=11080", "cuda", 2, &["11.8", "12.0", "525", "wgpu"]),
         ("version=12040", "cuda", 2, &["12.4", "13.0", "580", "NVRTC"]),
         ("capability=75", "cuda", 2, &["7.5", "8.0", "wgpu"]),
         ("sticky_at=2", "cuda", 1, &["cuda:0", "CUDA_ERROR_ILLEGAL_ADDRESS (700)", "illegal memory access"]),

@@ -10,6 +10,7 @@ mod devices;
 #[path = "../../../tests/free_address.rs"]
 mod free_address;
 mod groups;
+mod help;
 #[cfg(target_os = "linux")]
 mod nccl;
 mod observe;

@@ -212,7 +212,7 @@ fn no_driver() {
     let nowhere = [("VK_DRIVER_FILES", "/nonexistent"), ("VK_ICD_FILENAMES", "/nonexistent")];
     for arguments in [&["tune"][..], &["tune", "--device", "auto"]] {
         let output = kyklos(folder.path(), arguments, &nowhere);
-        assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
         assert!(stderr(&output).contains("install the GPU's driver"), "{}", stderr(&output));
     }
 }

@@ -9,7 +9,7 @@ use kyklos_launch::Assignment;
 use super::args::AttendArgs;
 use super::prepare::{Prepared, launched_request, tabs};
 use crate::devices::{self, DeviceId, DeviceRequest};
-use crate::failure::{Failure, Result, note};
+use crate::failure::{Failure, Result, answers_for_group, note};
 use crate::group;
 use crate::interrupt;
 use crate::job::on_loss::{self, GroupLoss, LossPolicy};
@@ -21,6 +21,7 @@ use crate::options::OnLoss;
 
 /// Runs the rank of `assignment`. When its group loses a rank, continues by `--on-loss`.
 pub(super) fn as_rank(args: &AttendArgs, mut assignment: Assignment) -> Result<()> {
+    answers_for_group(assignment.rank == 0);
     if assignment.by_kyklos_launch {
         assignment.set_identity(group::read_identity(std::io::stdin().lock())?);
         group::end_with_launcher();
@@ -61,6 +62,7 @@ fn in_groups(
     let mut lost: Option<GroupLoss> = None;
     let mut device = None;
     loop {
+        answers_for_group(group.rank().0 == 0);
         on_loss::end_if_stuck(&group);
         let refuse_all = |failure| {
             let failure = refuse(&*group, failure);

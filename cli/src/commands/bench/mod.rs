@@ -135,7 +135,7 @@ fn bench_against(args: &BenchArgs, devices: &[DeviceId], cases: &[Case]) -> Resu
 
 fn open(device: DeviceId, KernelName(kernel): KernelName) -> Result<Device> {
     if !device.kind.has_kernels() && kernel != KernelChoice::Auto {
-        return Err(Failure::run(format!("{device} has one kernel: use --kernel auto")));
+        return Err(Failure::request(format!("{device} has one kernel"), "use --kernel auto"));
     }
     device.open_with(kernel)
 }

@@ -8,6 +8,7 @@ use kyklos::MAX_RANKS;
 use kyklos_launch::HostPort;
 use kyklos_transport::quic::{Date, Invitation, InvitationTerms};
 
+use super::refused;
 use crate::failure::{Result, note, print};
 
 #[derive(Debug, Args)]
@@ -34,8 +35,8 @@ pub(super) fn invite(args: &InviteArgs) -> Result<()> {
         HostPort::parse(&args.coordinator, &format!("--coordinator {}", args.coordinator))?.to_string();
     let valid = Duration::from_secs(3600) * args.hours;
     let terms = InvitationTerms { place: &place, size: args.size, job: &args.job, valid };
-    let invitation = Invitation::new(&terms)?;
-    invitation.write_file(&args.output)?;
+    let invitation = Invitation::new(&terms).map_err(refused)?;
+    invitation.write_file(&args.output).map_err(refused)?;
     // Only the token goes to standard output, for scripts.
     print(&format!("{}\n", invitation.token()))?;
     note(&format!(

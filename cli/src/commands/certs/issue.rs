@@ -11,6 +11,7 @@ use kyklos::{Error, MAX_RANKS};
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, Date, HostNames, Subject, Validity};
 
+use super::refused;
 use crate::failure::{Failure, Result, print};
 
 #[derive(Debug, Args)]
@@ -43,9 +44,9 @@ pub(super) struct IssueArgs {
 }
 
 pub(super) fn issue(args: &IssueArgs) -> Result<()> {
-    let mut authority = ClusterAuthority::read(&args.authority, &args.job)?;
+    let mut authority = ClusterAuthority::read(&args.authority, &args.job).map_err(refused)?;
     for path in &args.also_trust {
-        authority.also_trust(path)?;
+        authority.also_trust(path).map_err(refused)?;
     }
     let ranks = match (&args.ranks, args.count) {
         (Some(ranks), _) => ranks.0.clone(),
@@ -58,15 +59,16 @@ pub(super) fn issue(args: &IssueArgs) -> Result<()> {
         .collect();
     for host in &args.host {
         let names = HostNames::new(host.split(','))
-            .map_err(|error| Failure { exit: 2, ..Failure::run(format!("--host {host}: {error}")) })?;
+            .map_err(|error| Failure::refused(format!("--host {host}: {error}")))?;
         // Other systems do not allow colons in file names.
         let name = host.split(',').next().unwrap_or_default().replace(':', "-");
         files.push((args.output.join(format!("host-{name}.pem")), Subject::Host(names)));
     }
     refuse_what_is_there(&files)?;
-    std::fs::create_dir_all(&args.output).map_err(|error| Failure::file("make", &args.output, &error))?;
+    std::fs::create_dir_all(&args.output)
+        .map_err(|error| Failure::file("make", &args.output, &error).as_refusal())?;
     for (path, subject) in &files {
-        let identity = authority.issue_to(subject, Validity::days(args.days))?;
+        let identity = authority.issue_to(subject, Validity::days(args.days)).map_err(refused)?;
         let claims = identity.claims()?;
         // Before the identity is written: an identity that is not in the list could not be revoked.
         let date = Date(claims.validity.until);

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use clap::{Args, Subcommand};
+use kyklos_transport::TransportError;
 use kyklos_transport::quic::{ClusterAuthority, Date, Identity, Validity};
 
 use self::invite::InviteArgs;
@@ -77,7 +78,7 @@ struct ShowArgs {
 pub(crate) fn certs(args: &CertsArgs) -> Result<()> {
     match &args.command {
         CertsCommand::Init(args) => {
-            let validity = ClusterAuthority::create(&args.authority, args.days)?;
+            let validity = ClusterAuthority::create(&args.authority, args.days).map_err(refused)?;
             let folder = args.authority.display();
             print(&format!("{folder}/authority.pem  authority, {}\n", until(&validity)))
         }
@@ -102,12 +103,17 @@ fn show(args: &ShowArgs) -> Result<()> {
     if over.is_empty() { Ok(()) } else { Err(Failure::run(over.join("\n"))) }
 }
 
+/// A file of the request cannot be used.
+pub(super) fn refused(error: TransportError) -> Failure {
+    Failure::from(error).as_refusal()
+}
+
 fn describe(path: &Path) -> Result<(String, Validity)> {
     // The file of an authority is a certificate alone; an identity also has a key.
     if let Ok((fingerprint, validity)) = ClusterAuthority::describe(path) {
         return Ok((format!("authority {fingerprint}, {}", until(&validity)), validity));
     }
-    let identity = Identity::read_file(path)?;
+    let identity = Identity::read_file(path).map_err(refused)?;
     let claims = identity.claims()?;
     let trusts = identity.authorities().join(" and ");
     let (until, key) = (until(&claims.validity), identity.key_hash()?);

@@ -27,7 +27,7 @@ impl Job {
     /// Reads the words of the command for `ranks` processes. Refuses wrong options once, before any
     /// process starts.
     pub(super) fn read(words: &[String], ranks: u32) -> Result<Self> {
-        let wrong = |error: clap::Error| Failure { exit: 2, ..Failure::run(one_line(&error)) };
+        let wrong = |error: clap::Error| Failure::refused(one_line(&error));
         let texts: Vec<&str> = words.iter().map(String::as_str).collect();
         match &texts[..] {
             ["attend", ..] => {

@@ -21,7 +21,7 @@ use kyklos_transport::quic::{ClusterAuthority, JobId};
 
 use self::ended::Ended;
 use self::job::Job;
-use crate::failure::{Failure, Result, note};
+use crate::failure::{Failure, Result, answer_with_error, has_answered, note};
 use crate::group::identity_on_stdin;
 use crate::interrupt::{self, EXIT_INTERRUPTED, LAST_LINE};
 use crate::options::OnLoss;
@@ -136,7 +136,12 @@ struct Running {
 impl Children {
     fn take(&mut self, rank: u32, mut child: Child) {
         if let Some(stdout) = child.stdout.take() {
-            self.readers.push(std::thread::spawn(move || pass_on(stdout, io::stdout(), |_| String::new())));
+            self.readers.push(std::thread::spawn(move || {
+                pass_on(stdout, io::stdout(), |_| {
+                    has_answered();
+                    String::new()
+                })
+            }));
         }
         let mut notes = child.stderr.take().map(|stderr| {
             let prefix = move |line: &[u8]| match line {
@@ -206,6 +211,16 @@ impl Children {
                 note(&format!("launch: {ended}"));
             }
         }
+        let code = self.exit_code(asked_to_end, on_loss);
+        // Rank 0 has answered, unless it was killed.
+        if let (1 | 2, Some(first)) = (code, self.ended.iter().find(|ended| !ended.is_well())) {
+            answer_with_error(&first.to_string(), code);
+        }
+        code
+    }
+
+    /// The exit code of the job.
+    fn exit_code(&self, asked_to_end: bool, on_loss: OnLoss) -> u8 {
         if asked_to_end {
             EXIT_INTERRUPTED
         } else if self.ended.iter().all(Ended::is_well)

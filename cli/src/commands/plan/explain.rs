@@ -23,6 +23,7 @@ use crate::devices;
 use crate::failure::{Failure, Result, note, print};
 use crate::hints;
 use crate::median::median;
+use crate::new_file::check_folder;
 use crate::observe::page::model::{Choice, PossiblePlan, Price};
 use crate::observe::page::target::PageFile;
 use crate::request::description::{self, nothing_fits};
@@ -36,6 +37,9 @@ pub(crate) fn explain(args: &PlanArgs, page: Option<PageFile>) -> Result<()> {
             format!("--rank {rank} with --explain, which has no steps of ranks"),
             "leave one of the two out",
         ));
+    }
+    if let Some(path) = &args.save {
+        check_folder("--save", path)?;
     }
     let asked = ProblemRequest::new(&args.problem, 0, None)?;
     if let Some(warning) = asked.source.warning() {

@@ -80,7 +80,7 @@ fn device_index(request: DeviceRequest) -> Result<usize> {
         return Err(one_kernel(kind));
     }
     if BackendKind::Wgpu.devices().is_empty() {
-        return Err(Failure::run(if can_load_drivers() {
+        return Err(Failure::refused(if can_load_drivers() {
             "nothing to tune: no Vulkan, Metal or DX12 driver was found, and the cpu has one kernel: install the \
              GPU's driver"
         } else {

@@ -22,6 +22,7 @@ pub(crate) use self::state::Live;
 use crate::failure::{Failure, Result, note};
 use crate::observe::http::{self, Answer, Asked, Service, Text};
 use crate::observe::metrics::MetricsArgs;
+use crate::options::headings;
 
 /// Where the live page is served.
 #[derive(Clone, Debug, Args)]
@@ -29,7 +30,7 @@ pub(crate) struct WatchArgs {
     /// Serve a live page from rank 0: ranks, shares, progress, health, and at the end the pages of
     /// --report. The link is printed. Everyone who reaches the address can read the page
     /// [default address: 127.0.0.1, any free port]
-    #[arg(long, value_name = "IP[:PORT]", num_args = 0..=1, default_missing_value = "127.0.0.1")]
+    #[arg(help_heading = headings::DIAGNOSIS, long, value_name = "IP[:PORT]", num_args = 0..=1, default_missing_value = "127.0.0.1")]
     pub(crate) watch: Option<WatchAddress>,
 }
 

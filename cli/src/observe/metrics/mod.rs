@@ -14,6 +14,7 @@ use kyklos_transport::{ConnectionFigures, Rank};
 use crate::failure::{Failure, Result, note};
 use crate::observe::http::{self, Answer, Asked, Request, Service, Text as Page};
 use crate::observe::record::{Flight, flights};
+use crate::options::headings;
 
 /// Where metrics are served, and whether other machines may read them.
 #[derive(Clone, Debug, Args)]
@@ -21,10 +22,10 @@ pub(crate) struct MetricsArgs {
     /// Serve Prometheus metrics, /healthz and /readyz at this address, which must be a loopback
     /// address. Ranks of one host take this port and the ports that follow; port 0 is any free
     /// port
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    #[arg(help_heading = headings::DIAGNOSIS, long, value_name = "ADDRESS:PORT")]
     pub(crate) metrics: Option<SocketAddr>,
     /// Let --metrics be an address that other machines reach
-    #[arg(long, requires = "metrics")]
+    #[arg(help_heading = headings::DIAGNOSIS, long, requires = "metrics")]
     pub(crate) metrics_anywhere: bool,
 }
 

@@ -267,7 +267,7 @@ fn parts_get_their_names_together_or_not_at_all() {
         "--output",
         target.to_str().unwrap(),
     ]);
-    assert_eq!(result.status.code(), Some(1), "{}", stderr(&result));
+    assert_eq!(result.status.code(), Some(2), "{}", stderr(&result));
     assert!(stderr(&result).contains("rank 1: cannot write"), "{}", stderr(&result));
     assert_eq!(std::fs::read_dir(folder.path().join("0")).unwrap().count(), 0);
 }
@@ -287,7 +287,7 @@ fn a_result_that_cannot_be_written_is_an_error_and_leaves_nothing() {
         "--output",
         target.to_str().unwrap(),
     ]);
-    assert_eq!(result.status.code(), Some(1), "{}", stderr(&result));
+    assert_eq!(result.status.code(), Some(2), "{}", stderr(&result));
     assert!(stderr(&result).contains("missing"), "{}", stderr(&result));
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }

@@ -16,7 +16,7 @@ fn an_authority_is_made_once_and_its_key_is_its_owners() {
     succeeds(&made);
     assert!(stdout(&made).contains("authority/authority.pem") && stdout(&made).contains("99 days"));
     let again = certs(folder.path(), &["init"]);
-    assert_eq!(again.status.code(), Some(1));
+    assert_eq!(again.status.code(), Some(2));
     assert!(stderr(&again).contains("never overwritten"), "{}", stderr(&again));
     #[cfg(unix)]
     {
@@ -72,5 +72,5 @@ fn identities_are_issued_shown_and_never_overwritten() {
     }
     let long = run("issue -n 1 --days 3650 --output late");
     assert!(long.status.success() || stderr(&long).contains("the authority ends on"), "{}", stderr(&long));
-    assert_eq!(run("show authority/authority.key").status.code(), Some(1));
+    assert_eq!(run("show authority/authority.key").status.code(), Some(2));
 }

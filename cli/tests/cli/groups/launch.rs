@@ -70,7 +70,7 @@ fn when_one_rank_refuses_all_ranks_say_the_same() {
         &[&["launch", "-n", "2", "--", "attend", "--shape", "1,64,8,2,64"][..], &["--device", "cpu,wgpu:99"]]
             .concat(),
     );
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(2));
     let text = stderr(&output);
     let lines: Vec<&str> = ["[0] ", "[1] "]
         .iter()

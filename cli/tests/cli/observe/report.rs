@@ -156,7 +156,7 @@ fn a_page_that_cannot_be_written_is_refused_before_any_work() {
     let plan = [&["plan", "--ranks", "2"], &SHAPE[..]].concat();
     for call in [&here, &there, &plan] {
         let output = kyklos(&[&call[..], &["--report", &inside("no/such/folder.html")]].concat());
-        assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
         assert!(
             stderr(&output).contains("cannot write") && stdout(&output).is_empty(),
             "{}",

@@ -7,6 +7,7 @@ mod bias;
 mod caches;
 mod descriptions;
 mod devices;
+mod exit_codes;
 mod files;
 mod groups;
 mod helpers;

@@ -180,6 +180,16 @@ impl QuicConfig {
         identity.claims().map(|_| ())
     }
 
+    /// Checks the settings and the identity, as forming the group does first: nothing is sent.
+    ///
+    /// # Errors
+    /// [`TransportError::Bootstrap`]: settings that fit no group, or an identity that is not this
+    /// rank's, of another job, out of date or revoked.
+    pub fn check_credentials(&self) -> Result<(), TransportError> {
+        self.check()?;
+        self.check_identity(&self.identity)
+    }
+
     /// Checks that the identity fits this rank, as far as it can tell without the others.
     pub(crate) fn check_identity(&self, identity: &Identity) -> Result<(), TransportError> {
         let claims = identity.claims()?;

@@ -13,41 +13,42 @@ use crate::devices::{self, DeviceRequest};
 use crate::group::GroupArgs;
 use crate::job::collective::CollectiveArgs;
 use crate::network::NetworkArgs;
-use crate::options::{ByteSize, List, StrategyName, TransportName};
+use crate::options::{ByteSize, List, StrategyName, TransportName, headings};
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct StrategiesArgs {
     /// Tokens, query heads, KV heads, head dim; repeatable
-    #[arg(long, value_name = "S,HQ,HKV,D", default_values = ["1024,8,8,64"])]
+    #[arg(help_heading = headings::INPUT, long, value_name = "S,HQ,HKV,D", default_values = ["1024,8,8,64"])]
     pub(super) shape: Vec<TokenShape>,
     /// Batch entries; each shape runs with each of them
-    #[arg(long, value_name = "B,B,…", value_delimiter = ',', default_values = ["1", "2", "4", "8"])]
+    #[arg(help_heading = headings::INPUT, long, value_name = "B,B,…", value_delimiter = ',', default_values = ["1", "2", "4", "8"])]
     pub(super) batch: Vec<NonZeroU32>,
     /// A mask as in `attend`; repeatable
-    #[arg(long, value_name = "MASK", default_values = ["full"])]
+    #[arg(help_heading = headings::MASK, long, value_name = "MASK", default_values = ["full"])]
     pub(super) mask: Vec<Mask>,
     /// f32, f16 or bf16
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_values = ["f32"])]
+    #[arg(help_heading = headings::INPUT, long, value_name = "NAME,…", value_delimiter = ',', default_values = ["f32"])]
     pub(super) dtype: Vec<Dtype>,
     /// Only these strategies
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    #[arg(help_heading = headings::PARALLELISM, long, value_name = "NAME,…", value_delimiter = ',')]
     pub(super) strategy: Vec<StrategyName>,
     /// Only these meshes
-    #[arg(long, value_name = "UxR,…", value_delimiter = ',')]
+    #[arg(help_heading = headings::PARALLELISM, long, value_name = "UxR,…", value_delimiter = ',')]
     pub(super) mesh: Vec<Mesh>,
     /// Only these placements
-    #[arg(long, value_name = "KIND,…", value_delimiter = ',')]
+    #[arg(help_heading = headings::PARALLELISM, long, value_name = "KIND,…", value_delimiter = ',')]
     pub(super) placement: Vec<PlacementKind>,
     /// Run this many ranks in this process [default: 1, or under a launcher a rank for each
     /// process]
-    #[arg(long, value_name = "N")]
+    #[arg(help_heading = headings::PARALLELISM, long, value_name = "N")]
     pub(crate) ranks: Option<NonZeroU32>,
     /// How ranks send messages [default: in-process with --ranks, quic under a launcher]
-    #[arg(long, value_enum)]
+    #[arg(help_heading = headings::NETWORK, long, value_enum)]
     pub(super) transport: Option<TransportName>,
     #[command(flatten)]
     pub(super) collective: CollectiveArgs,
     #[arg(
+        help_heading = headings::DEVICE,
         long,
         value_name = "D,D,…",
         default_value = "auto",
@@ -55,30 +56,30 @@ pub(crate) struct StrategiesArgs {
     )]
     pub(super) device: List<DeviceRequest>,
     /// Timed runs of each cell, after one run that compiles kernels and allocates memory
-    #[arg(long, value_name = "N", default_value = "3")]
+    #[arg(help_heading = headings::MEASUREMENT, long, value_name = "N", default_value = "3")]
     pub(super) repeat: NonZeroU32,
     /// Folder of the results, which rank 0 writes: cells.jsonl, strategies.csv, strategies.json,
     /// strategies.html. Cells that it already has are not run again
-    #[arg(long, value_name = "DIR")]
+    #[arg(help_heading = headings::OUTPUT, long, value_name = "DIR")]
     pub(crate) output: PathBuf,
     /// Run the cells again that have failed
-    #[arg(long)]
+    #[arg(help_heading = headings::OUTPUT, long)]
     pub(crate) retry: bool,
     /// Refuse cells that need more memory on a machine [default: the memory of the machine]
-    #[arg(long, value_name = "BYTES")]
+    #[arg(help_heading = headings::DEVICE, long, value_name = "BYTES")]
     pub(super) memory: Option<ByteSize>,
     /// Refuse cells whose predicted time is more than this many seconds for each run
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(help_heading = headings::MEASUREMENT, long, value_name = "SECONDS")]
     pub(super) longest: Option<NonZeroU32>,
     /// End a cell that takes more than this many seconds, with all its runs, as failed
-    #[arg(long, value_name = "SECONDS", default_value = "1800")]
+    #[arg(help_heading = headings::MEASUREMENT, long, value_name = "SECONDS", default_value = "1800")]
     pub(super) cell_limit: NonZeroU32,
     /// TOML file that describes devices and links, for the predicted times [default: rank 0
     /// measures them, where all ranks are on its machine]
-    #[arg(long, value_name = "F")]
+    #[arg(help_heading = headings::PARALLELISM, long, value_name = "F")]
     pub(super) hardware: Option<PathBuf>,
     /// A cell fails when an expected message does not arrive within this many seconds
-    #[arg(long, value_name = "SECONDS", default_value = "600")]
+    #[arg(help_heading = headings::RECOVERY, long, value_name = "SECONDS", default_value = "600")]
     pub(super) deadline: NonZeroU32,
     #[command(flatten)]
     pub(crate) group: GroupArgs,

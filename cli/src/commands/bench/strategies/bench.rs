@@ -96,7 +96,7 @@ impl Bench {
         let cell = &self.cells[index];
         let candidate = match &cell.way {
             Way::Run(candidate) => *candidate,
-            Way::Refused(why) => return Err(Failure { exit: 2, ..Failure::run(why.clone()) }),
+            Way::Refused(why) => return Err(Failure::refused(why.clone())),
         };
         let started = Instant::now();
         let problem = &self.case(cell).problem;

@@ -70,7 +70,8 @@ impl Journal {
     /// # Errors
     /// Exit code 2 if the folder has cells of another group.
     pub(super) fn open(folder: &Path, header: &Header) -> Result<Self> {
-        std::fs::create_dir_all(folder).map_err(|error| Failure::file("make", folder, &error))?;
+        std::fs::create_dir_all(folder)
+            .map_err(|error| Failure::file("make", folder, &error).as_refusal())?;
         let path = path_in(folder);
         let Contents { header: there, records, places, begun, whole } = read(&path)?;
         if let Some(different) = there.as_ref().and_then(|there| difference(there, header)) {

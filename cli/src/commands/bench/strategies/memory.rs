@@ -41,7 +41,7 @@ pub(super) fn fits(plans: &ProvedPlans, here: &RanksHere, limit: Option<u64>) ->
         bytes(needed),
         bytes(limit)
     );
-    Err(Failure { exit: 2, ..Failure::run(text) })
+    Err(Failure::refused(text))
 }
 
 /// The buffers of its plan, and its tensors in host memory: q, k, v, o and lse.
