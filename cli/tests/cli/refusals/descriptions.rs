@@ -9,6 +9,7 @@ fn descriptions() {
 }
 
 const COMMANDS: &[&str] = &[
+    "EXPLAIN DIR/none.toml",
     "plan --explain --shape 1,64,8,2,64",
     "plan --shape 1,64,8,2,64 --probe",
     "plan --explain --shape 1,64,8,2,64 --measure 1",

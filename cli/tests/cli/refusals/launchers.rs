@@ -75,4 +75,8 @@ const COMMANDS: &[&str] = &[
     "certs issue --ranks 3-1",
     "certs issue --authority DIR/authority --host a/b",
     "certs issue --authority DIR/authority --ranks 0 --output DIR/ids",
+    "certs issue --authority DIR/none --ranks 0",
+    "certs init --authority DIR/authority",
+    "certs show DIR/none.pem",
+    "certs show DIR/good",
 ];
