@@ -78,5 +78,4 @@ const COMMANDS: &[&str] = &[
     "certs issue --authority DIR/none --ranks 0",
     "certs init --authority DIR/authority",
     "certs show DIR/none.pem",
-    "certs show DIR/good",
 ];
