@@ -226,7 +226,8 @@ fn a_call_that_fails_says_so_on_its_page() {
     let events = Events::of(&watched.address);
     std::fs::remove_dir_all(&inside).unwrap();
     let states: Vec<Value> = events.filter(|(name, _)| name == "state").map(|(_, it)| it).collect();
-    assert_eq!(watched.end().0, Some(1));
+    // A refusal, if the file was not there yet.
+    assert!(matches!(watched.end().0, Some(1 | 2)));
     let last = states.last().unwrap();
     assert_eq!(last["state"], "failed", "{last}");
     let text = last["text"].as_str().unwrap();
