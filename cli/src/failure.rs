@@ -44,12 +44,12 @@ impl Failure {
 
     /// The same, where only this machine does not have what the request names.
     pub(crate) fn refused_here(text: impl Into<String>) -> Self {
-        Self::run(text).as_refusal()
+        Self::run(text).into_refusal()
     }
 
     /// This failure as a refusal: nothing has run, and this machine does not have what the request
     /// names.
-    pub(crate) fn as_refusal(self) -> Self {
+    pub(crate) fn into_refusal(self) -> Self {
         Self { exit: 2, of_place: true, ..self }
     }
 

@@ -16,7 +16,7 @@ pub(crate) struct ManArgs {
 
 /// Writes the pages of `program` and of all its commands.
 pub(crate) fn man(args: &ManArgs, program: Command) -> Result<()> {
-    let cannot = |error| Failure::file("write the manual pages to", &args.folder, &error).as_refusal();
+    let cannot = |error| Failure::file("write the manual pages to", &args.folder, &error).into_refusal();
     std::fs::create_dir_all(&args.folder).map_err(cannot)?;
     clap_mangen::generate_to(program, &args.folder).map_err(cannot)
 }

@@ -11,7 +11,7 @@ use crate::hints;
 /// Reads a description of a cluster.
 pub(crate) fn read(path: &Path) -> Result<Cluster> {
     let bytes =
-        std::fs::metadata(path).map_err(|error| Failure::file("read", path, &error).as_refusal())?.len();
+        std::fs::metadata(path).map_err(|error| Failure::file("read", path, &error).into_refusal())?.len();
     if bytes > MOST_BYTES {
         return Err(Failure::request(
             format!("{} has {bytes} bytes", path.display()),
@@ -19,7 +19,7 @@ pub(crate) fn read(path: &Path) -> Result<Cluster> {
         ));
     }
     let text =
-        std::fs::read_to_string(path).map_err(|error| Failure::file("read", path, &error).as_refusal())?;
+        std::fs::read_to_string(path).map_err(|error| Failure::file("read", path, &error).into_refusal())?;
     Cluster::from_toml(&text).map_err(|error| {
         let failure = Failure::from(error);
         Failure { text: format!("{}: {}", path.display(), failure.text), ..failure }

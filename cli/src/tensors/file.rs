@@ -52,7 +52,7 @@ impl InputFile {
         let wrong = |mismatch: String, remedy: &str| {
             Failure::request(format!("{} {mismatch}", path.display()), remedy)
         };
-        let cannot_open = |error| Failure::file("open", path, &error).as_refusal();
+        let cannot_open = |error| Failure::file("open", path, &error).into_refusal();
         let regular = |metadata: &fs::Metadata| match metadata.is_file() {
             true => Ok(()),
             false => Err(wrong("is not a regular file".to_owned(), "name a safetensors file")),

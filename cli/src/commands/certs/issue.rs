@@ -66,7 +66,7 @@ pub(super) fn issue(args: &IssueArgs) -> Result<()> {
     }
     refuse_what_is_there(&files)?;
     std::fs::create_dir_all(&args.output)
-        .map_err(|error| Failure::file("make", &args.output, &error).as_refusal())?;
+        .map_err(|error| Failure::file("make", &args.output, &error).into_refusal())?;
     for (path, subject) in &files {
         let identity = authority.issue_to(subject, Validity::days(args.days)).map_err(refused)?;
         let claims = identity.claims()?;

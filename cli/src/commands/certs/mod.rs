@@ -105,7 +105,7 @@ fn show(args: &ShowArgs) -> Result<()> {
 
 /// A file of the request cannot be used.
 pub(super) fn refused(error: TransportError) -> Failure {
-    Failure::from(error).as_refusal()
+    Failure::from(error).into_refusal()
 }
 
 fn describe(path: &Path) -> Result<(String, Validity)> {

@@ -71,7 +71,7 @@ impl Journal {
     /// Exit code 2 if the folder has cells of another group.
     pub(super) fn open(folder: &Path, header: &Header) -> Result<Self> {
         std::fs::create_dir_all(folder)
-            .map_err(|error| Failure::file("make", folder, &error).as_refusal())?;
+            .map_err(|error| Failure::file("make", folder, &error).into_refusal())?;
         let path = path_in(folder);
         let Contents { header: there, records, places, begun, whole } = read(&path)?;
         if let Some(different) = there.as_ref().and_then(|there| difference(there, header)) {
