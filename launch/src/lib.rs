@@ -15,9 +15,9 @@
 //!
 //! ```toml
 //! [dependencies]
-//! kyklos = { path = "../kyklos/runtime" }                                # where your copy of Kyklos is
-//! kyklos-launch = { path = "../kyklos/launch" }
-//! kyklos-transport = { path = "../kyklos/transport", features = ["quic"] } # only to use its types
+//! kyklos = "0.2"
+//! kyklos-launch = "0.2"
+//! kyklos-transport = { version = "0.2", features = ["quic"] } # only to use its types
 //! ```
 //!
 //! The ranks of a launcher talk over QUIC, which is the feature `quic` of `kyklos-transport`. This

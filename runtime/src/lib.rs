@@ -42,11 +42,12 @@
 //!
 //! # Begin
 //!
-//! In your `Cargo.toml`, with the path of your copy of Kyklos:
+//! In your `Cargo.toml`, or with the path of a copy of the repository, `{ path =
+//! "../kyklos/runtime" }`:
 //!
 //! ```toml
 //! [dependencies]
-//! kyklos = { path = "../kyklos/runtime" }
+//! kyklos = "0.2"
 //! ```
 //!
 //! | feature | gives | by default |
@@ -146,7 +147,7 @@ pub use kyklos_transport::{Group, in_process_group};
 pub use ::wgpu;
 pub use {::bytes, ::half};
 
-/// The examples of the README, as tests.
+/// The example of the README, as a test.
 #[cfg(doctest)]
-#[doc = include_str!("../../README.md")]
+#[doc = include_str!("../README.md")]
 struct ReadmeExamples;

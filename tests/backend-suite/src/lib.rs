@@ -11,7 +11,7 @@
 //!
 //! ```toml
 //! [dev-dependencies]
-//! kyklos-backend-suite = { path = "../kyklos/tests/backend-suite" }   # where your copy of Kyklos is
+//! kyklos-backend-suite = "0.2"
 //!
 //! [[test]]
 //! name = "backend"
