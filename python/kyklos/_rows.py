@@ -14,7 +14,7 @@ import torch
 
 from ._errors import RequestError
 from ._group import Group
-from ._torch_tensors import readable
+from ._arrays.torch import readable
 
 # Elements of a head: a multiple of 8 that kernels take.
 _DIM = 64

@@ -11,7 +11,7 @@ import torch
 
 from .._errors import RequestError
 from .._group import Group
-from .._torch_tensors import is_sharded
+from .._arrays.torch import is_sharded
 
 
 def execution(group: Group, mesh: str | None, strategy: str | None, wire: str | None, shares: object) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from .._group import Group
 from .._models.agreement import Passes
 from .._models.telling import tell, told
 from .._rows import gather, sum_rows
-from .._torch_tensors import readable
+from .._arrays.torch import readable
 from ._calls import Calls
 from ._inputs import compare
 from ._keys import alone, own_keys, same_dim

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._group import Group
-from .._torch_tensors import readable
+from .._arrays.torch import readable
 
 
 def same_dim(group: Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

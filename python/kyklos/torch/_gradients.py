@@ -9,7 +9,7 @@ import torch
 
 from .._group import Group
 from .._rows import gather, sum_rows
-from .._torch_tensors import is_sharded, readable
+from .._arrays.torch import is_sharded, readable
 
 # Elements of a row, and rows that are exchanged at once: 16 MiB of float32.
 _WIDTH, _ROWS = 1024, 4096

@@ -17,7 +17,7 @@ from .._errors import RequestError
 from .._group import Group
 from .._options import complete
 from .._sequence import keeping_place
-from .._torch_tensors import readable, readable_bias
+from .._arrays.torch import readable, readable_bias
 from ._inputs import Wrong, amount, of_keys, with_rows
 
 _Result = TypeVar("_Result")

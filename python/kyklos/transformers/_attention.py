@@ -14,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from .._errors import RequestError
 from .._group import Group
 from .._rows import without_backward
-from .._torch_tensors import readable, readable_bias
+from .._arrays.torch import readable, readable_bias
 from . import _masks as masks
 from ._cache import SplitCache
 from ._differentiable import attend

@@ -303,7 +303,7 @@ def test_tensors_of_the_gpu_of_a_rank_stay_there():
 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from kyklos._torch_tensors import readable
+    from kyklos._arrays.torch import readable
 
     own, other = (SimpleNamespace(gpu=gpu, torch_device=None) for gpu in (1, None))
     with FakeTensorMode():

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from ._group import Group
+from .._group import Group
 
 
 def readable(group: Group, *tensors: torch.Tensor) -> list[torch.Tensor]:

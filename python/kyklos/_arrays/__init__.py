@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from . import _kyklos
+from .. import _kyklos
 
 
 def is_tensor(array: Any) -> bool:
