@@ -10,7 +10,7 @@
 :func:`helpers` lets other devices compute a share of this process' attention, without any group.
 
 Modules for models, imported when they are used: :mod:`kyklos.torch` has a PyTorch operator,
-:mod:`kyklos.transformers` and :mod:`kyklos.diffusers` split whole models.
+:mod:`kyklos.transformers` and :mod:`kyklos.diffusers` split whole models. ``python -m kyklos`` tests an installation.
 """
 
 from ._backward import Gradients
@@ -18,6 +18,7 @@ from ._cache import CachedCalls, KvCache
 from ._errors import DeviceError, GroupError, RequestError
 from ._group import Group, identities
 from ._helpers import Helpers, Invitation, help_out, helpers
+from ._kyklos import version as __version__
 from ._local import run_local
 from ._options import CallOptions, TokenRanges
 from ._plan import Choice, Cluster, Plan, plan
@@ -39,6 +40,7 @@ __all__ = [
     "RequestError",
     "Shares",
     "TokenRanges",
+    "__version__",
     "help_out",
     "helpers",
     "identities",

@@ -6,8 +6,8 @@ use kyklos::backend::wgpu::WgpuBackend;
 use kyklos::backend::{Device, DeviceClass};
 use kyklos::{Error, Result};
 use kyklos_cuda::{CudaBackend, CudaOptions};
-use pyo3::PyResult;
 use pyo3::types::{PyAnyMethods, PyDict};
+use pyo3::{PyResult, pyfunction};
 
 use crate::torch_device::TorchBackend;
 
@@ -147,6 +147,25 @@ impl Chosen {
             Kind::Torch(name) => Ok(Device::new(TorchBackend::open(name)?)),
         }
     }
+}
+
+/// The names of all devices of this machine but PyTorch's, and why a device cannot be used; where
+/// there is no GPU of a kind, its kind and the reason.
+#[pyfunction]
+pub(crate) fn devices() -> Vec<(String, Option<String>)> {
+    let mut all = vec![("cpu".to_owned(), None)];
+    all.extend((0..gpus().len()).map(|index| (format!("wgpu:{index}"), None)));
+    if gpus().is_empty() {
+        let reason = Device::wgpu(0).err().map(|error| error.to_string());
+        all.push(("wgpu".to_owned(), reason));
+    }
+    match kyklos_cuda::devices() {
+        Ok(found) => all.extend(found.iter().enumerate().map(|(index, device)| {
+            (format!("cuda:{index}"), device.refused.as_ref().map(ToString::to_string))
+        })),
+        Err(reason) => all.push(("cuda".to_owned(), Some(reason.to_string()))),
+    }
+    all
 }
 
 /// The classes of what wgpu finds. Asked once: loading a driver is slow, and some drivers print.

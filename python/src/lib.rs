@@ -30,6 +30,8 @@ mod _kyklos {
     #[pymodule_export]
     use crate::call::Call;
     #[pymodule_export]
+    use crate::devices::devices;
+    #[pymodule_export]
     use crate::forming::{free_port, identities, local, of_launcher, with_identity};
     #[pymodule_export]
     use crate::group::Group;
@@ -44,4 +46,9 @@ mod _kyklos {
     use crate::suite::{check, claims};
     #[pymodule_export]
     use crate::tensors::outputs::Array;
+
+    /// The release of the package, which is that of the crates.
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "the name in Python")]
+    const version: &str = env!("CARGO_PKG_VERSION");
 }
