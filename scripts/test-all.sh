@@ -26,8 +26,8 @@ part python scripts/test-python.sh
 part namespaces scripts/test-namespaces.sh --all target/release/kyklos
 part newest-mesa scripts/test-newest-mesa.sh
 part soak scripts/soak.sh 3
-if missing=$(scripts/test-amx.sh --check 2>&1); then
-    part amx scripts/test-amx.sh
+if missing=$(scripts/check/amx.sh --check 2>&1); then
+    part amx scripts/check/amx.sh
 else
     left_out+=("amx: $missing")
 fi

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs the tests of the CPU backend with the tile registers of AMX, on a processor that has them. Fails where no test ran or AMX
 # was not used.
-#   scripts/test-amx.sh             every test of the backend
-#   scripts/test-amx.sh FILTER...   the tests whose names contain one of these
-#   scripts/test-amx.sh --check     runs nothing; says what is missing here
+#   scripts/check/amx.sh             every test of the backend
+#   scripts/check/amx.sh FILTER...   the tests whose names contain one of these
+#   scripts/check/amx.sh --check     runs nothing; says what is missing here
 # KYKLOS_AMX_SECONDS bounds the run of the tests (default 2400).
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 cannot() { echo "AMX cannot be tested: $1" >&2; exit 1; }
 
 [ "$(uname -sm)" = "Linux x86_64" ] || cannot "this is $(uname -sm), and the tests are for Linux on x86-64"
