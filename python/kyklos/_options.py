@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-if sys.version_info >= (3, 11):
+if TYPE_CHECKING:  # Type checkers know this module even where it is not installed.
+    from typing_extensions import Unpack as Unpack
+elif sys.version_info >= (3, 11):
     from typing import Unpack
 else:  # Only for annotations, which are not evaluated.
-    Unpack = tuple  # type: ignore
+    Unpack = tuple
 
 #: For each rank, the tokens that it holds, as half-open ranges ``(first, end)``.
 TokenRanges = Sequence[Sequence[tuple[int, int]]]
