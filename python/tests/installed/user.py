@@ -1,16 +1,11 @@
 """A file of a user, for type checkers: everything here is right, and types are what they say. It is not run."""
 
-import sys
 from typing import Any
 
 import numpy as np
+from typing_extensions import assert_type
 
 import kyklos
-
-if sys.version_info >= (3, 11):
-    from typing import assert_type
-else:
-    from typing_extensions import assert_type
 
 
 def work(group: kyklos.Group) -> tuple[int, ...]:
