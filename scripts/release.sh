@@ -1,0 +1,173 @@
+#!/usr/bin/env bash
+# Makes everything that a release has, into target/release-VERSION/, and tests each part in a bare system (scripts/tools/bare.sh) that has
+# nothing of this checkout: the packages for crates.io, the program and the wheel for Linux on x86-64 and aarch64 (glibc 2.28 and later),
+# the source archive for PyPI, licence texts of everything that is linked in, and SHA256SUMS. Publishes nothing; the last lines say
+# what does. Two hours on two cores from a fresh clone. Needs Linux on x86-64, rustup, Python 3.10 and what the scripts that it calls need.
+#   scripts/release.sh                    all parts
+#   scripts/release.sh wheel sdist        some of: crates, program, wheel, sdist, arm
+#   scripts/release.sh --draft [PART]...  also from a checkout with changes, and before the changelog has a date
+# What is for aarch64 is run where there is an emulator (Debian: qemu-user, libc6-arm64-cross), and its wheel is not imported.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+export CARGO_PROFILE_RELEASE_DEBUG=none CARGO_INCREMENTAL=0
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
+result=$root/target/release-$version
+work=$root/target/release-work
+problem=(--device cpu --shape 1,256,4,2,32 --verify)
+
+fail() { echo "release: $*" >&2; exit 1; }
+say() { echo "== $* (${SECONDS} s)"; }
+
+is_draft=false
+if [ "${1:-}" = --draft ]; then is_draft=true && shift; fi
+[ $# -gt 0 ] || set -- crates program wheel sdist arm
+for part in "$@"; do
+    case $part in
+    crates | program | wheel | sdist | arm) ;;
+    *) echo "$part: the parts are crates, program, wheel, sdist and arm" >&2 && exit 2 ;;
+    esac
+done
+allow=()
+if $is_draft; then
+    allow=(--allow-dirty)
+else
+    [ -z "$(git status --porcelain)" ] || fail "the checkout has changes: commit them, or --draft"
+    grep -qE "^## $version \([0-9]{4}-[0-9]{2}-[0-9]{2}\)\$" CHANGELOG.md || fail "CHANGELOG.md has no date for $version: write it, or --draft"
+fi
+mkdir -p "$result" "$work"
+
+# Cargo, its toolchain and what it has downloaded, for a command in a bare system: `with_cargo [OPTION]... -- COMMAND...`.
+with_cargo() {
+    local options=() toolchain cargo_home=${CARGO_HOME:-$HOME/.cargo}
+    while [ "$1" != -- ]; do options+=("$1") && shift; done
+    shift
+    toolchain=$(rustc --print sysroot)
+    mkdir -p "$cargo_home/registry"
+    scripts/tools/bare.sh --network --read "$toolchain" --write "$cargo_home/registry" "${options[@]}" -- \
+        env CARGO_HOME="$cargo_home" PATH="$toolchain/bin:/usr/local/bin:/usr/bin:/bin" CARGO_PROFILE_RELEASE_DEBUG=none "$@"
+}
+
+# The Python of this machine with its folder, and wheels of NumPy and pip for it.
+python=$(python3 -c 'import sys; print(sys._base_executable)')
+python_folder=$(python3 -c 'import sys; print(sys.base_prefix)')
+numpy() {
+    mkdir -p "$work/wheels"
+    compgen -G "$work/wheels/numpy-*" >/dev/null || "$python" -m pip download --quiet --disable-pip-version-check --only-binary :all: -d "$work/wheels" numpy
+}
+
+# in_python [OPTION]... -- PACKAGE: installs a package beside NumPy in an empty environment of a bare system, and tests it there.
+in_python() {
+    local options=() package
+    while [ "$1" != -- ]; do options+=("$1") && shift; done
+    package=$2
+    numpy
+    scripts/tools/bare.sh --read "$result" --read "$work/wheels" --read "$python_folder" "${options[@]}" -- bash -euc '
+        "$1" -m venv environment
+        environment/bin/pip install --quiet --disable-pip-version-check --no-index --find-links "$2" "$3" numpy
+        environment/bin/python -m kyklos cpu
+        environment/bin/python -c "import importlib.metadata as m, kyklos; assert m.version(\"kyklos\") == kyklos.__version__ == \"$4\", kyklos.__version__"
+    ' bare "$python" "$work/wheels" "$package" "$version"
+}
+
+# archive FOLDER NAME: an archive whose bytes depend on its files and on the commit only.
+archive() {
+    tar -C "$1" --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$(git log -1 --format=%ct)" -cf - "$2" | gzip -9n >"$result/$2.tar.gz"
+}
+
+# The program for a processor, with what belongs to it: `program_archive PROCESSOR FOLDER-WITH-IT`.
+program_archive() {
+    local name=kyklos-$version-$1-linux
+    rm -rf "${work:?}/$name"
+    mkdir -p "$work/$name"
+    cp "$2/kyklos" "$2/LICENSE-THIRD-PARTY" LICENSE-MIT LICENSE-APACHE CHANGELOG.md "$work/$name"
+    cp cli/README.md "$work/$name/README.md"
+    archive "$work" "$name"
+}
+
+part_crates() {
+    local packages=() name options=()
+    mapfile -t packages < <(python3 scripts/check/packages.py --names)
+    for name in "${packages[@]}"; do options+=(-p "$name"); done
+    # Compiles each package from its own files and the packages before it.
+    CARGO_TARGET_DIR=$work/crates CARGO_PROFILE_DEV_DEBUG=0 cargo package --locked "${allow[@]}" "${options[@]}"
+    for name in "${packages[@]}"; do cp "$work/crates/package/$name-$version.crate" "$result"; done
+    say "crates: ${#packages[@]} packages, each compiled from its own files"
+
+    # The program as `cargo install` makes it, with the newest dependencies: the packages of this release stand in for crates.io.
+    rm -rf "$work/unpacked"
+    mkdir -p "$work/unpacked" "$work/installed"
+    options=()
+    for name in "${packages[@]}"; do
+        tar -xzf "$result/$name-$version.crate" -C "$work/unpacked"
+        options+=(--config "patch.crates-io.$name.path='$work/unpacked/$name-$version'")
+    done
+    with_cargo --read "$work/unpacked" --write "$work/installed" -- \
+        cargo install --quiet --path "$work/unpacked/kyklos-cli-$version" --root "$work/installed" --target-dir "$work/installed/target" "${options[@]}"
+    scripts/tools/bare.sh --read "$work/installed" -- "$work/installed/bin/kyklos" launch -n 2 -- attend "${problem[@]}" | grep '^verified'
+    say "crates: kyklos-cli installs from the packages alone, and its result is right"
+}
+
+part_program() {
+    scripts/tools/build-portable.sh program
+    program_archive x86_64 target/portable
+    scripts/tools/bare.sh --read "$result" -- bash -euc '
+        tar -xzf "$1"
+        cd kyklos-*
+        [ -s LICENSE-MIT ] && [ -s LICENSE-APACHE ] && [ -s LICENSE-THIRD-PARTY ]
+        [ "$(./kyklos --version)" = "kyklos $2" ]
+        shift 2
+        ./kyklos launch -n 2 -- attend "$@"
+    ' bare "$result/kyklos-$version-x86_64-linux.tar.gz" "$version" "${problem[@]}" | grep '^verified'
+    say "program: two processes over QUIC in a bare system, verified"
+}
+
+part_wheel() {
+    scripts/tools/build-portable.sh wheel
+    rm -f "$result"/kyklos-*-manylinux_*_x86_64.whl
+    cp target/portable/kyklos-*.whl "$result"
+    in_python -- "$(echo "$result"/kyklos-*_x86_64.whl)"
+    scripts/check/types.sh "$(echo "$result"/kyklos-*_x86_64.whl)"
+    say "wheel: installed and tested in a bare system"
+}
+
+part_sdist() {
+    local cargo_home=${CARGO_HOME:-$HOME/.cargo} toolchain
+    [ -x "$work/venv/bin/pip" ] || scripts/tools/make-venv.sh "$work/venv"
+    "$work/venv/bin/pip" install --quiet --disable-pip-version-check 'maturin>=1.16,<2' twine
+    rm -f python/LICENSE-THIRD-PARTY "$result/kyklos-$version.tar.gz"
+    "$work/venv/bin/maturin" sdist --quiet -m python/Cargo.toml -o "$result"
+    "$work/venv/bin/twine" check --strict "$result/kyklos-$version.tar.gz" $(compgen -G "$result/*.whl" || true)
+    # pip builds with maturin from these wheels.
+    "$python" -m pip download --quiet --disable-pip-version-check --only-binary :all: -d "$work/wheels" 'maturin>=1.16,<2'
+    toolchain=$(rustc --print sysroot)
+    mkdir -p "$work/sdist"
+    # With the toolchain on the PATH of pip, and a folder for what it compiles, so that a second run is shorter.
+    numpy
+    with_cargo --read "$result" --read "$work/wheels" --read "$python_folder" --write "$work/sdist" -- bash -euc '
+        "$1" -m venv environment
+        CARGO_TARGET_DIR="$5" environment/bin/pip install --quiet --disable-pip-version-check --no-index --find-links "$2" "$3" numpy
+        environment/bin/python -m kyklos cpu
+        [ "$(environment/bin/python -m kyklos --version)" = "kyklos $4" ]
+    ' bare "$python" "$work/wheels" "$result/kyklos-$version.tar.gz" "$version" "$work/sdist"
+    say "sdist: built, installed and tested in a bare system"
+}
+
+part_arm() {
+    scripts/tools/build-portable.sh all aarch64
+    program_archive aarch64 target/portable/aarch64
+    rm -f "$result"/kyklos-*_aarch64.whl
+    cp target/portable/aarch64/kyklos-*.whl "$result"
+    say "arm: program and wheel for aarch64"
+}
+
+python3 scripts/check/packages.py
+for part in "$@"; do "part_$part"; done
+(cd "$result" && rm -f SHA256SUMS && sha256sum -- * >"$work/SHA256SUMS" && mv "$work/SHA256SUMS" SHA256SUMS && cat SHA256SUMS)
+say "passed: $*"
+cat <<PUBLISH
+To publish what is in target/release-$version:
+  git tag -s v$version && git push origin v$version
+  cargo publish --workspace --locked
+  twine upload $(cd "$result" && echo ./*.whl "kyklos-$version.tar.gz")
+PUBLISH
