@@ -29,7 +29,7 @@ if $smoke; then
     rm -f "$package"/kyklos/_kyklos.*.so
     cp target/release/lib_kyklos.so "$package/kyklos/_kyklos.abi3.so"
     PYTHONPATH=$package "$python" -m pytest -q -p no:cacheprovider python/tests/test_arrays.py python/tests/test_attend.py \
-        python/tests/test_backward.py python/tests/test_groups.py python/tests/test_shares.py python/tests/gpus
+        python/tests/test_backward.py python/tests/test_groups.py python/tests/test_shares.py python/tests/installed python/tests/gpus
     exit
 fi
 
@@ -44,6 +44,7 @@ fi
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps 'peft==0.21.2' 'accelerate>=1.15,<2'
 CARGO_TARGET_DIR=$PWD/target "$python" -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps ./python
 "$python" -m mypy --ignore-missing-imports --follow-imports=silent python/kyklos
+scripts/check/types.sh python
 # Not in python/, whose kyklos/ has no extension module: Python looks into the current folder first. Threads of PyTorch and of each rank
 # share the cores.
 run() { (cd python/tests && OMP_NUM_THREADS=1 "$python" -m pytest -q -p no:cacheprovider --import-mode=append "${@}"); }
