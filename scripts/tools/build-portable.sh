@@ -73,7 +73,8 @@ wheel() {
     check_glibc "$unpacked"/kyklos/_kyklos.abi3.so
     local licence
     for licence in MIT APACHE THIRD-PARTY; do
-        [ -s "$unpacked"/kyklos-*.dist-info/licenses/LICENSE-$licence ] || { echo "build-portable: the wheel has no LICENSE-$licence" >&2; exit 1; }
+        compgen -G "$unpacked/kyklos-*.dist-info/licenses/LICENSE-$licence" >/dev/null ||
+            { echo "build-portable: the wheel has no LICENSE-$licence" >&2; exit 1; }
     done
     if [ "$processor" = x86_64 ]; then
         PYTHONPATH=$unpacked python -c 'import kyklos; print("imported, on", kyklos.Group.local(1)[0].device)'
