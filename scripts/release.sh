@@ -6,7 +6,7 @@
 #   scripts/release.sh                    all parts
 #   scripts/release.sh wheel sdist        some of: crates, program, wheel, sdist, arm
 #   scripts/release.sh --draft [PART]...  also from a checkout with changes, and before the changelog has a date
-# What is for aarch64 is run where there is an emulator (Debian: qemu-user, libc6-arm64-cross), and its wheel is not imported.
+# What is for aarch64 is run where there is an emulator (Debian: qemu-user, libc6-arm64-cross), its wheel where there is debootstrap too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -160,6 +160,24 @@ part_arm() {
     rm -f "$result"/kyklos-*_aarch64.whl
     cp target/portable/aarch64/kyklos-*.whl "$result"
     say "arm: program and wheel for aarch64"
+    if ! command -v qemu-aarch64 >/dev/null || ! command -v debootstrap >/dev/null; then
+        echo "release: the wheel for aarch64 was not imported: there is no qemu-aarch64 or no debootstrap here" >&2
+        return
+    fi
+    # A Python for aarch64 out of Debian's packages, which an emulator runs: nothing of it is installed on this machine.
+    local system=$work/arm-system site=$work/arm-site as_root=() package
+    [ "$(id -u)" = 0 ] || as_root=(sudo)
+    if [ ! -e "$system/complete" ]; then
+        "${as_root[@]}" rm -rf "$system"
+        "${as_root[@]}" debootstrap --arch=arm64 --foreign --variant=minbase --include=python3 bookworm "$system" >"$work/debootstrap.log"
+        for package in "$system"/var/cache/apt/archives/*.deb; do "${as_root[@]}" dpkg-deb -x "$package" "$system"; done
+        "${as_root[@]}" touch "$system/complete"
+    fi
+    rm -rf "$site"
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.11 --target "$site" \
+        --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux_2_17_aarch64 numpy "$result"/kyklos-*_aarch64.whl
+    PYTHONPATH=$site qemu-aarch64 -L "$system" "$system/usr/bin/python3.11" -m kyklos cpu
+    say "arm: the wheel tested by an emulator"
 }
 
 python3 scripts/check/packages.py
