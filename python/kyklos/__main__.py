@@ -74,9 +74,8 @@ def _tried(numpy: Any, name: str, inputs: tuple[Any, Any, Any], expected: tuple[
         print(f"{name:8} FAILED    {error}")
         return False
     seconds = time.perf_counter() - start
-    o = numpy.concatenate([first[1], second[1]], axis=1)
-    lse = numpy.concatenate([first[2], second[2]], axis=2)
-    errors = [float(numpy.abs(got - wanted).max()) for got, wanted in zip((o, lse), expected, strict=True)]
+    results = [numpy.concatenate(parts, axis=1) for parts in zip(first[1:], second[1:], strict=True)]
+    errors = [float(numpy.abs(got - wanted).max()) for got, wanted in zip(results, expected, strict=True)]
     # A comparison with NaN is false.
     right = all(error <= _ALLOWED for error in errors)
     verdict = "OK    " if right else "WRONG "
@@ -93,7 +92,7 @@ def _inputs(numpy: Any) -> tuple[Any, Any, Any]:
 
 
 def _reference(numpy: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """Causal attention in float64 from its definition: o ``[1, tokens, heads, dim]`` and lse ``[1, heads, tokens]``."""
+    """Causal attention in float64 from its definition: o ``[1, tokens, heads, dim]`` and lse ``[1, tokens, heads]``."""
     q, k, v = (array.astype(numpy.float64) for array in (q, k, v))
     k, v = (numpy.repeat(array, _HEADS // _KV_HEADS, axis=2) for array in (k, v))
     logits = numpy.einsum("bqhd,bkhd->bhqk", q, k) / numpy.sqrt(_DIM)
@@ -102,7 +101,8 @@ def _reference(numpy: Any, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     largest = logits.max(axis=-1, keepdims=True)
     weights = numpy.exp(logits - largest)
     total = weights.sum(axis=-1, keepdims=True)
-    return numpy.einsum("bhqk,bkhd->bqhd", weights / total, v), (largest + numpy.log(total))[..., 0]
+    lse = (largest + numpy.log(total))[..., 0].transpose(0, 2, 1)
+    return numpy.einsum("bhqk,bkhd->bqhd", weights / total, v), lse
 
 
 if __name__ == "__main__":
