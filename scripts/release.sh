@@ -94,16 +94,20 @@ part_crates() {
     for name in "${packages[@]}"; do cp "$work/crates/package/$name-$version.crate" "$result"; done
     say "crates: ${#packages[@]} packages, each compiled from its own files"
 
-    # The program as `cargo install` makes it, with the newest dependencies: the packages of this release stand in for crates.io.
+    # The program as `cargo install --locked` makes it: the packages of this release stand in for crates.io, and so the lock of the
+    # program must not say that they are from there.
+    local lock=$work/unpacked/kyklos-cli-$version/Cargo.lock
     rm -rf "$work/unpacked"
     mkdir -p "$work/unpacked" "$work/installed"
+    for name in "${packages[@]}"; do tar -xzf "$result/$name-$version.crate" -C "$work/unpacked"; done
     options=()
     for name in "${packages[@]}"; do
-        tar -xzf "$result/$name-$version.crate" -C "$work/unpacked"
+        [ "$name" != kyklos-cli ] && grep -qx "name = \"$name\"" "$lock" || continue
         options+=(--config "patch.crates-io.$name.path='$work/unpacked/$name-$version'")
     done
+    awk '/^name = / { ours = /"kyklos/ } !(ours && /^(source|checksum) = /)' "$lock" >"$work/lock" && mv "$work/lock" "$lock"
     with_cargo --read "$work/unpacked" --write "$work/installed" -- \
-        cargo install --quiet --path "$work/unpacked/kyklos-cli-$version" --root "$work/installed" --target-dir "$work/installed/target" "${options[@]}"
+        cargo install --quiet --locked --path "$work/unpacked/kyklos-cli-$version" --root "$work/installed" --target-dir "$work/installed/target" "${options[@]}"
     scripts/tools/bare.sh --read "$work/installed" -- "$work/installed/bin/kyklos" launch -n 2 -- attend "${problem[@]}" | grep '^verified'
     say "crates: kyklos-cli installs from the packages alone, and its result is right"
 }
@@ -137,7 +141,7 @@ part_sdist() {
     [ -x "$work/venv/bin/pip" ] || scripts/tools/make-venv.sh "$work/venv"
     "$work/venv/bin/pip" install --quiet --disable-pip-version-check 'maturin>=1.16,<2' twine
     rm -f python/LICENSE-THIRD-PARTY "$result/kyklos-$version.tar.gz"
-    "$work/venv/bin/maturin" sdist --quiet -m python/Cargo.toml -o "$result"
+    "$work/venv/bin/maturin" sdist -m python/Cargo.toml -o "$result"
     "$work/venv/bin/twine" check --strict "$result/kyklos-$version.tar.gz"
     # pip builds with maturin from these wheels.
     "$python" -m pip download --quiet --disable-pip-version-check --only-binary :all: -d "$work/wheels" 'maturin>=1.16,<2'

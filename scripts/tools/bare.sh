@@ -17,7 +17,7 @@ if [ "${1:-}" != --inside ]; then
     [ "$(id -u)" = 0 ] || user=(--user --map-root-user)
     root=$(mktemp -d)
     trap 'rmdir "$root"' EXIT
-    unshare "${user[@]}" "${network[@]}" --mount --pid --fork --propagation private -- "$0" --inside "$root" "$@"
+    unshare "${user[@]}" "${network[@]}" --mount --pid --fork --kill-child --propagation private -- "$0" --inside "$root" "$@"
     exit
 fi
 
