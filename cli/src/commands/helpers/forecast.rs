@@ -182,7 +182,11 @@ fn row(model: &Model, measured: &Measured, args: &ForecastArgs, links: &[Link]) 
         dtype: measured.dtype,
     };
     let cuts = Cuts::new(&Call { wire: args.wire, ..Call::default() }, &shape, 1)?;
-    let owner = OwnerSpeed { device: measured.speed, copies_bytes_per_s: COPIES_BYTES_PER_S };
+    let owner = OwnerSpeed {
+        device: measured.speed,
+        alone_pairs_per_s: measured.speed.pairs_per_s,
+        copies_bytes_per_s: COPIES_BYTES_PER_S,
+    };
     let part = model.attention_part();
     let layers_of = f64::from(layers);
     let helped = links.iter().map(|link| {
