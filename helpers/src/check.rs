@@ -9,6 +9,7 @@ use kyklos::backend::Device;
 use kyklos::{Dtype, Result, Saved, Session, Tensor, WireFormat, in_process_group};
 
 use crate::call::{Call, Part, Shape};
+use crate::encoding::{Encoding, Role};
 use crate::owner::Inputs;
 
 /// Computes rows again, on the processor.
@@ -39,7 +40,7 @@ impl Checker {
     }
 
     /// Compares one row of the results of a part, whose options and shape these are. `Some`: what
-    /// is wrong, in words. Tensors are dense and in host memory.
+    /// is wrong, in words. Of gradients it is that of q. Tensors are dense and in host memory.
     ///
     /// # Errors
     /// Of the processor's kernels.
@@ -56,32 +57,58 @@ impl Checker {
         }
         let (head, row) = (self.random(shape.kv_heads), self.random(shape.q_len));
         let part = Part { kv_heads: head..head + 1, rows: row..row + 1 };
-        let q = part.of_queries(&inputs.q, shape)?.copied()?;
-        let [k, v] = [part.of_keys(&keys[0])?.copied()?, part.of_keys(&keys[1])?.copied()?];
+        let encoding = Encoding::new(shape.dtype, wire)?;
+        // As the helper has it.
+        let sent = |tensor: Tensor, role| {
+            let parts = encoding.encode(self.session.device(), &tensor.copied()?, role)?;
+            let arrived = encoding.decode(self.session.device(), parts, tensor.shape(), role)?;
+            Tensor::from_bytes(tensor.shape(), shape.dtype, pollster::block_on(arrived.bytes())?)
+        };
+        let q = sent(part.of_queries(&inputs.q, shape)?, Role::Rows)?;
+        let k = sent(part.of_keys(&keys[0])?, Role::Keys)?;
+        let v = sent(part.of_keys(&keys[1])?, Role::Rows)?;
+        let d_o =
+            inputs.d_o.as_ref().map(|d_o| sent(part.of_queries(d_o, shape)?, Role::Gradients)).transpose()?;
         let of_row = part.call(call, shape);
         let attention = of_row.attention();
         let output = self.session.attend(&attention, &q, &k, &v)?;
-        let numbers = |tensor: &Tensor| numbers(tensor);
-        let (wanted, d_o) = match &inputs.d_o {
+        let wanted = match &d_o {
+            None => output.o,
             Some(d_o) => {
-                let d_o = part.of_queries(d_o, shape)?.copied()?;
-                let saved =
-                    Saved { q: q.clone(), k: k.clone(), v: v.clone(), o: output.o, lse: output.lse_pair };
-                (self.session.backward(&attention, &saved, &d_o, None)?.dq, Some(numbers(&d_o)?))
+                let (o, lse) = (output.o, output.lse_pair);
+                let saved = Saved { q: q.clone(), k: k.clone(), v: v.clone(), o, lse };
+                self.session.backward(&attention, &saved, d_o, None)?.dq
             }
-            None => (output.o, None),
         };
-        let given = part.of_queries(&results[0], shape)?;
-        let bounds = Bounds { call, dim: shape.head_dim as usize, dtype: shape.dtype, wire };
-        let tolerance = bounds.tolerance([&numbers(&q)?, &numbers(&k)?, &numbers(&v)?], d_o.as_deref());
-        let (wanted, given) = (numbers(&wanted)?, numbers(&given)?);
-        let worst =
-            wanted.iter().zip(&given).map(|(wanted, given)| difference(*wanted, *given)).fold(0.0, f32::max);
-        Ok((tolerance.is_finite() && worst > tolerance).then(|| {
-            format!(
-                "a row that was computed again differs by {worst:.1e}, where {tolerance:.1e} may be rounding"
-            )
-        }))
+        let row = Row { call, shape, numbers: [numbers(&q)?, numbers(&k)?, numbers(&v)?] };
+        let sizes = Tensor::new(k.shape(), row.sizes(d_o.as_ref().map(numbers).transpose()?.as_deref()))?;
+        // Of the same weights; in f32, whose range is that of all.
+        let [q, k] = [&q, &k].map(|tensor| Tensor::new(tensor.shape(), numbers(tensor)?));
+        let size = self.session.attend(&attention, &q?, &k?, &sizes)?.o;
+        let role = if d_o.is_some() { Role::Gradients } else { Role::Rows };
+        let given = numbers(&part.of_queries(&results[0], shape)?)?;
+        let (wanted, size) = (numbers(&wanted)?, numbers(&size)?);
+        let rounding = row.rounding();
+        let dim = shape.head_dim as usize;
+        for (at, ((wanted, given), size)) in
+            wanted.chunks(dim).zip(given.chunks(dim)).zip(size.chunks(dim)).enumerate()
+        {
+            let largest = wanted.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
+            for ((wanted, given), size) in wanted.iter().zip(given).zip(size) {
+                let tolerance =
+                    rounding * size + encoding.rounding(*wanted, largest, role) + f32::MIN_POSITIVE;
+                let worst = difference(*wanted, *given);
+                // Where a size is no number, numbers are compared by their kind only.
+                if worst > if tolerance.is_finite() { tolerance } else { f32::MAX } {
+                    return Ok(Some(format!(
+                        "a row that was computed again has {given:.3e} where {wanted:.3e} is right, and {tolerance:.1e} may be \
+                         rounding (head {at} of {})",
+                        shape.q_heads
+                    )));
+                }
+            }
+        }
+        Ok(None)
     }
 }
 
@@ -102,36 +129,63 @@ fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
     })
 }
 
-/// How far right results may be from each other.
-struct Bounds<'a> {
+/// One query with the keys of a head: how far right results may be from each other.
+///
+/// An output is a sum of values with weights exp(logit). What rounds a weight or a product by ε
+/// changes it by at most ε times the sum of the same weights with |values|, which is the size. A
+/// gradient of a query is the sum of keys with weights p·(do·v − δ).
+struct Row<'a> {
     call: &'a Call,
-    dim: usize,
-    dtype: Dtype,
-    wire: WireFormat,
+    shape: &'a Shape,
+    /// q, k and v.
+    numbers: [Vec<f32>; 3],
 }
 
-impl Bounds<'_> {
-    /// An output is a mean of values, weighted by exp(logit): rounding of relative size ε changes
-    /// it by ε times the largest value, and where logits are as large as L by ε·L times that. A
-    /// gradient of a query is a mean of keys, with weights of the size of do·v. Kernels for
-    /// 16-bit types round weights to the type.
-    fn tolerance(&self, [q, k, v]: [&[f32]; 3], d_o: Option<&[f32]>) -> f32 {
-        let longest = |x: &[f32]| x.chunks(self.dim).map(norm).fold(0.0, f32::max);
+impl Row<'_> {
+    fn dim(&self) -> usize {
+        self.shape.head_dim as usize
+    }
+
+    fn scale(&self) -> f32 {
         #[expect(clippy::cast_precision_loss, reason = "head dims are small")]
-        let scale = self.call.scale.unwrap_or(1.0 / (self.dim as f32).sqrt()).abs();
-        let logits = (longest(q) * longest(k) * scale).min(self.call.softcap.map_or(f32::INFINITY, f32::abs));
-        let rounding: f32 = match (self.wire, self.dtype) {
-            (WireFormat::Int8, _) => 1.0 / 8.0,
-            (WireFormat::F16, _) | (WireFormat::Same, Dtype::F16) => 1.0 / 256.0,
-            (WireFormat::Same, Dtype::Bf16) => 1.0 / 64.0,
-            (WireFormat::Same, Dtype::F32) => 1.0 / 16_384.0,
+        let usual = 1.0 / (self.shape.head_dim as f32).sqrt();
+        self.call.scale.unwrap_or(usual).abs()
+    }
+
+    /// What takes the place of values in the size.
+    fn sizes(&self, d_o: Option<&[f32]>) -> Vec<f32> {
+        let [_, k, v] = &self.numbers;
+        let Some(d_o) = d_o else { return v.iter().map(|value| value.abs()).collect() };
+        let (dim, keys) = (self.dim(), self.shape.kv_len as usize);
+        let heads = d_o.len() / dim / self.shape.batch as usize;
+        let mut sizes = Vec::with_capacity(k.len());
+        for (entry, rows) in d_o.chunks(heads * dim).enumerate() {
+            let of_entry = entry * keys * dim..(entry + 1) * keys * dim;
+            let product = |value: &[f32]| {
+                let of_head = |row: &[f32]| row.iter().zip(value).map(|(a, b)| a * b).sum::<f32>().abs();
+                rows.chunks(dim).map(of_head).fold(0.0, f32::max)
+            };
+            let products: Vec<f32> = v[of_entry.clone()].chunks(dim).map(product).collect();
+            let most = products.iter().copied().fold(0.0, f32::max);
+            for (key, product) in k[of_entry].chunks(dim).zip(products) {
+                sizes.extend(key.iter().map(|element| element.abs() * (product + most) * self.scale()));
+            }
+        }
+        sizes
+    }
+
+    /// The ε of right kernels and of this one: 16-bit types round weights and results; a rounding
+    /// of a logit is one of its weight, and as large as the logit.
+    fn rounding(&self) -> f32 {
+        let longest = |x: &[f32]| x.chunks(self.dim()).map(norm).fold(0.0, f32::max);
+        let [q, k, _] = &self.numbers;
+        let logits = (longest(q) * longest(k) * self.scale()).min(self.call.softcap.map_or(1e4, f32::abs));
+        let stored = match self.shape.dtype {
+            Dtype::F32 => 1.0 / 16_384.0,
+            Dtype::F16 => 1.0 / 512.0,
+            Dtype::Bf16 => 1.0 / 128.0,
         };
-        let values = v.iter().fold(0.0, |most: f32, value| most.max(value.abs()));
-        let size = match d_o {
-            None => values,
-            Some(d_o) => 2.0 * scale * longest(k) * longest(d_o) * longest(v),
-        };
-        rounding * (1.0 + logits / 8.0) * size
+        stored + if logits.is_finite() { logits } else { 1e4 } / 131_072.0
     }
 }
 
@@ -196,6 +250,73 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    /// What a helper that saves work would return, for every type and form: none of it passes.
+    #[test]
+    fn lazy_results_are_found_in_long_rows_of_every_type() {
+        let keys = 4096;
+        let shape =
+            |dtype| Shape { batch: 1, q_len: 1, kv_len: keys, q_heads: 1, kv_heads: 1, head_dim: 64, dtype };
+        let normal = |seed: u64, count: usize| {
+            let mut state = seed;
+            let mut next = || {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (state >> 40) as f32 / (1 << 24) as f32 - 0.5
+            };
+            (0..count).map(|_| (0..12).map(|_| next()).sum::<f32>()).collect::<Vec<f32>>()
+        };
+        let typed = |numbers: &[f32], dtype, tokens: usize| {
+            let bytes: Vec<u8> = match dtype {
+                Dtype::F32 => numbers.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+                Dtype::F16 => numbers.iter().flat_map(|x| half::f16::from_f32(*x).to_ne_bytes()).collect(),
+                Dtype::Bf16 => numbers.iter().flat_map(|x| half::bf16::from_f32(*x).to_ne_bytes()).collect(),
+            };
+            Tensor::from_bytes([1, tokens, 1, 64], dtype, bytes.into()).unwrap()
+        };
+        let n = keys as usize;
+        let (q, k, v) = (normal(1, 64), normal(2, n * 64), normal(3, n * 64));
+        for (dtype, wire) in [
+            (Dtype::F32, WireFormat::Same),
+            (Dtype::F32, WireFormat::F16),
+            (Dtype::F32, WireFormat::Int8),
+            (Dtype::F16, WireFormat::Same),
+            (Dtype::Bf16, WireFormat::Same),
+            (Dtype::Bf16, WireFormat::Int8),
+        ] {
+            let mut checker = Checker::new();
+            let mut wrong = |o: &[f32], v: &[f32]| {
+                let keys = [typed(&k, dtype, n), typed(v, dtype, n)];
+                let inputs = Inputs { q: typed(&q, dtype, 1), keys: Some(keys.clone()), d_o: None };
+                checker
+                    .wrong((&Call::default(), &shape(dtype)), &inputs, &keys, &[typed(o, dtype, 1)], wire)
+                    .unwrap()
+            };
+            let weights: Vec<f64> = k
+                .chunks(64)
+                .map(|k| {
+                    (q.iter().zip(k).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() / 8.0).exp()
+                })
+                .collect();
+            let output = |weights: &[f64], v: &[f32]| -> Vec<f32> {
+                let all: f64 = weights.iter().sum();
+                let of = |d: usize| {
+                    weights.iter().zip(v.chunks(64)).map(|(w, v)| w * f64::from(v[d])).sum::<f64>()
+                };
+                (0..64).map(|d| (of(d) / all) as f32).collect()
+            };
+            let right = output(&weights, &v);
+            // int8 messages round what the helper has, by more than this row's tolerance.
+            if wire != WireFormat::Int8 {
+                assert_eq!(wrong(&right, &v), None, "{dtype} {wire}");
+            }
+            assert!(wrong(&[0.0; 64], &v).is_some(), "zeros in {dtype} {wire}");
+            assert!(wrong(&output(&vec![1.0; n], &v), &v).is_some(), "means in {dtype} {wire}");
+            // One value that is much larger than the others hides nothing of them.
+            let mut outlier = v.clone();
+            outlier[0] = 50.0;
+            assert!(wrong(&[0.0; 64], &outlier).is_some(), "zeros beside an outlier in {dtype} {wire}");
         }
     }
 }

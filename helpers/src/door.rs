@@ -92,6 +92,9 @@ impl Shared {
             }
             return !has_failed;
         };
+        if self.closed.load(Ordering::Relaxed) {
+            return true;
+        }
         match joining.add(&self.name, group) {
             Ok(gone) => {
                 while !gone.is_gone() && !self.closed.load(Ordering::Relaxed) {

@@ -7,8 +7,8 @@ use kyklos::{Dtype, Error, Result, TOKENS_PER_SCALE, Tensor, WireFormat};
 /// How tensors of one type travel: in a [`WireFormat`], coded and decoded on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Encoding {
-    pub(crate) dtype: Dtype,
-    pub(crate) wire: WireFormat,
+    dtype: Dtype,
+    wire: WireFormat,
 }
 
 /// What a tensor is, which decides which of its elements share a scale.
@@ -16,31 +16,74 @@ pub(crate) struct Encoding {
 pub(crate) enum Role {
     /// Keys: the elements of a channel are alike.
     Keys,
-    /// Everything else: the elements of a token's head are alike.
+    /// Queries, values and results: the elements of a token's head are alike.
     Rows,
+    /// Gradients, which may be of any size: f16 would make small ones zero.
+    Gradients,
 }
 
 impl Role {
     fn scales(self) -> Scales {
         match self {
             Self::Keys => Scales::Channels,
-            Self::Rows => Scales::Rows,
+            Self::Rows | Self::Gradients => Scales::Rows,
         }
     }
 }
 
 impl Encoding {
+    /// # Errors
+    /// [`Error::Request`] for bf16 tensors as f16, whose range is smaller.
+    pub(crate) fn new(dtype: Dtype, wire: WireFormat) -> Result<Self> {
+        let wire = match (wire, dtype) {
+            (WireFormat::F16, Dtype::F16) => WireFormat::Same,
+            (WireFormat::F16, Dtype::Bf16) => {
+                return Err(Error::request(
+                    "bf16 tensors as f16 on the wire",
+                    "send them as they are, or as int8",
+                ));
+            }
+            _ => wire,
+        };
+        Ok(Self { dtype, wire })
+    }
+
+    /// The same tensors as they are.
+    pub(crate) fn plain(self) -> Self {
+        Self { wire: WireFormat::Same, ..self }
+    }
+
+    /// The form of such a tensor.
+    fn wire(self, role: Role) -> WireFormat {
+        match (role, self.wire) {
+            (Role::Gradients, WireFormat::F16) => WireFormat::Same,
+            (_, wire) => wire,
+        }
+    }
+
+    /// What results may differ by, beside rounding of the kernels: of a row whose largest element
+    /// is `largest`, in an element `value`.
+    pub(crate) fn rounding(self, value: f32, largest: f32, role: Role) -> f32 {
+        match self.wire(role) {
+            WireFormat::Same => 0.0,
+            // Half a step of 11 bits, and of the least number.
+            WireFormat::F16 => value.abs() / 2048.0 + 3e-8,
+            // Half a step of 127, and what a division may be off by.
+            WireFormat::Int8 => largest / 250.0,
+        }
+    }
+
     /// Bytes of each part of a message with a tensor of `shape`.
     pub(crate) fn part_bytes(self, shape: [usize; 4], role: Role) -> Vec<usize> {
         let [batch, tokens, heads, dim] = shape;
         let elements = batch * tokens * heads * dim;
-        match self.wire {
+        match self.wire(role) {
             WireFormat::Same => vec![elements * self.dtype.bytes()],
             WireFormat::F16 => vec![elements * Dtype::F16.bytes()],
             WireFormat::Int8 => {
                 let scales = match role {
                     Role::Keys => batch * tokens.div_ceil(TOKENS_PER_SCALE) * heads * dim,
-                    Role::Rows => batch * tokens * heads,
+                    Role::Rows | Role::Gradients => batch * tokens * heads,
                 };
                 vec![elements, scales * 4]
             }
@@ -52,10 +95,13 @@ impl Encoding {
     /// # Errors
     /// [`Error::Request`] for a finite element that f16 cannot hold; of the device.
     pub(crate) fn encode(self, device: &Device, tensor: &Tensor, role: Role) -> Result<Vec<Bytes>> {
-        if self.wire == WireFormat::Same {
-            return Ok(vec![pollster::block_on(tensor.bytes())?]);
-        }
         let shape = tensor.shape();
+        if self.wire(role) == WireFormat::Same || shape.contains(&0) {
+            let parts = self.part_bytes(shape, role).len();
+            let mut all = vec![pollster::block_on(tensor.bytes())?];
+            all.resize(parts, Bytes::new());
+            return Ok(all);
+        }
         let data = pollster::block_on(tensor.bytes())?;
         let buffer = device.upload("a tensor to send", data)?;
         let from = Elements::Stored { buffer: &buffer, first: 0, dtype: self.dtype };
@@ -77,7 +123,7 @@ impl Encoding {
             }
             _ => unreachable!("a tensor has one part or two"),
         }
-        if self.wire == WireFormat::F16 {
+        if self.wire(role) == WireFormat::F16 {
             let word = pollster::block_on(device.download(&mut overflow, 0..4))?;
             if word.iter().any(|byte| *byte != 0) {
                 return Err(Error::request(
@@ -102,7 +148,8 @@ impl Encoding {
         shape: [usize; 4],
         role: Role,
     ) -> Result<Tensor> {
-        if self.wire == WireFormat::Same {
+        if self.wire(role) == WireFormat::Same || shape.contains(&0) {
+            parts.truncate(1);
             return Tensor::from_bytes(shape, self.dtype, parts.pop().unwrap_or_default());
         }
         let elements: usize = shape.iter().product();
@@ -146,7 +193,7 @@ mod tests {
         let tensor = Tensor::new(shape, data.clone()).unwrap();
         for (wire, most) in [(WireFormat::Same, 0.0), (WireFormat::F16, 0.01), (WireFormat::Int8, 0.09)] {
             for role in [Role::Keys, Role::Rows] {
-                let encoding = Encoding { dtype: Dtype::F32, wire };
+                let encoding = Encoding::new(Dtype::F32, wire).unwrap();
                 let parts = encoding.encode(&device, &tensor, role).unwrap();
                 let sizes: Vec<usize> = parts.iter().map(Bytes::len).collect();
                 assert_eq!(sizes, encoding.part_bytes(shape, role));
@@ -161,10 +208,43 @@ mod tests {
     #[test]
     fn what_f16_cannot_hold_is_refused_and_infinities_are_not() {
         let device = Device::cpu();
-        let encoding = Encoding { dtype: Dtype::F32, wire: WireFormat::F16 };
+        let encoding = Encoding::new(Dtype::F32, WireFormat::F16).unwrap();
         let tensor = |value| Tensor::new([1, 1, 1, 8], vec![value; 8]).unwrap();
         assert!(encoding.encode(&device, &tensor(65520.0), Role::Rows).unwrap_err().is_request());
         assert!(encoding.encode(&device, &tensor(f32::INFINITY), Role::Rows).is_ok());
         assert!(encoding.encode(&device, &tensor(65519.0), Role::Rows).is_ok());
+    }
+
+    #[test]
+    fn every_type_and_format_and_no_elements_at_all() {
+        let device = Device::cpu();
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+            for wire in WireFormat::ALL {
+                let encoding = Encoding::new(dtype, wire);
+                assert_eq!(encoding.is_err(), (dtype, wire) == (Dtype::Bf16, WireFormat::F16));
+                let Ok(encoding) = encoding else { continue };
+                for shape in [[1, 3, 2, 8], [1, 0, 2, 8], [0, 3, 2, 8]] {
+                    for role in [Role::Keys, Role::Rows, Role::Gradients] {
+                        let bytes = shape.iter().product::<usize>() * dtype.bytes();
+                        let tensor = Tensor::from_bytes(shape, dtype, vec![0; bytes].into()).unwrap();
+                        let parts = encoding.encode(&device, &tensor, role).unwrap();
+                        let sizes: Vec<usize> = parts.iter().map(Bytes::len).collect();
+                        assert_eq!(sizes, encoding.part_bytes(shape, role));
+                        let back = encoding.decode(&device, parts, shape, role).unwrap();
+                        assert_eq!(pollster::block_on(back.bytes()).unwrap(), vec![0; bytes]);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn gradients_of_any_size_keep_it_in_f16_messages() {
+        let device = Device::cpu();
+        let encoding = Encoding::new(Dtype::F32, WireFormat::F16).unwrap();
+        let tensor = Tensor::new([1, 1, 1, 8], vec![1e-20_f32; 8]).unwrap();
+        let parts = encoding.encode(&device, &tensor, Role::Gradients).unwrap();
+        let back = encoding.decode(&device, parts, [1, 1, 1, 8], Role::Gradients).unwrap();
+        assert_eq!(back.to_vec::<f32>().unwrap(), [1e-20; 8]);
     }
 }

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kyklos::backend::{Backend, Device};
 use kyklos::{
-    AttentionProblem, Dtype, Error, Mask, Result, Saved, Session, SystemClock, Tensor, in_process_group,
+    AttentionProblem, Dtype, Error, Mask, Result, Saved, Session, SystemClock, Tensor, WireFormat,
+    in_process_group,
 };
 use kyklos_transport::{Group, Posted, Taken, Vote};
 
@@ -16,7 +17,7 @@ use crate::encoding::{Encoding, Role};
 use crate::forecast::WINDOW;
 use crate::message::{
     HEADER_BYTES, Hello, MAX_REQUEST_BYTES, Measured, OWNER, PROTOCOL, Piece, Request, Shape5, Status, Work,
-    header_tag, keys_shape, piece_tags, queries_shape, request_tag,
+    header_tag, keys_shape, piece_tags, queries_shape, request_tag, result_role,
 };
 
 /// What a helper has done, for whoever watches it.
@@ -99,8 +100,8 @@ pub fn help(group: impl Into<Group>, device: &Device, options: &HelperOptions) -
             "form a group of two, in which the owner is rank 0",
         ));
     }
-    let memory_bytes =
-        options.memory_bytes.or_else(|| kyklos::machine::memory_bytes().map(|bytes| bytes / 2));
+    let half = || kyklos::machine::memory_bytes().map_or(UNKNOWN_MEMORY_BYTES, |bytes| bytes / 2);
+    let memory_bytes = Some(options.memory_bytes.unwrap_or_else(half));
     let options = &HelperOptions { memory_bytes, ..options.clone() };
     let hello = Hello { device: device.info().name.clone(), memory_bytes };
     let note = serde_json::to_vec(&hello).unwrap_or_default().into();
@@ -173,6 +174,15 @@ impl Helper {
     fn measured(&self, shape: &Shape5) -> Result<Measured> {
         let Shape5 { dtype, head_dim, q_heads, kv_heads } = shape;
         let dtype: Dtype = dtype.parse()?;
+        // Of a measurement's longest call: q, k, v and o.
+        let elements = u64::from(*q_heads.max(kv_heads)).saturating_mul(u64::from(*head_dim) * 4 * 8192);
+        let bytes = elements.saturating_mul(dtype.bytes() as u64);
+        if self.options.memory_bytes.is_some_and(|memory| bytes > memory) {
+            return Err(Error::request(
+                format!("a measurement that needs {bytes} bytes"),
+                "give the helper more memory",
+            ));
+        }
         let problem = AttentionProblem::new([1, 256, *q_heads, *kv_heads, *head_dim], dtype, Mask::full())?;
         let capacity = pollster::block_on(self.device.measure(&problem, Arc::new(SystemClock::new())))?;
         Ok(Measured { pairs_per_s: capacity.pairs_per_s, step_ns: capacity.step_ns })
@@ -285,12 +295,17 @@ impl Helper {
             self.device.supports_backward(work.dtype.parse()?, work.head_dim as usize)?;
         }
         let mut most = 0;
+        // On the device they are as they were before they were coded.
+        let plain = &Work { wire: WireFormat::Same.name().to_owned(), ..work.clone() };
         for piece in &work.pieces {
+            if piece.rows == 0 || work.kv_len == 0 || work.batch == 0 {
+                return Err(Error::request("a piece without tokens", "leave it out"));
+            }
             let (shape, call) = (work.piece_shape(piece)?, work.piece_call(piece)?);
             Call { bias: None, ..call.clone() }
                 .problem(&shape)?
                 .with_bias(call.bias.map(|(tensor, _)| tensor))?;
-            let bytes: usize = work.input_bytes(piece)?.iter().chain(&work.result_bytes(piece)?).sum();
+            let bytes: usize = plain.input_bytes(piece)?.iter().chain(&plain.result_bytes(piece)?).sum();
             let holds = bytes as u64 * 2 * WINDOW as u64;
             if let Some(memory) = self.options.memory_bytes.filter(|memory| holds > *memory) {
                 return Err(Error::request(
@@ -329,7 +344,7 @@ impl Helper {
         let attention = call.attention();
         let output = self.session.attend(&attention, &q, k, v)?;
         let results = if work.gradients {
-            let d_o = inputs.tensor(of_queries, Role::Rows)?;
+            let d_o = inputs.tensor(of_queries, Role::Gradients)?;
             let saved = Saved { q, k: k.clone(), v: v.clone(), o: output.o, lse: output.lse_pair };
             let gradients = self.session.backward(&attention, &saved, &d_o, None)?;
             vec![gradients.dq, gradients.dk, gradients.dv]
@@ -338,7 +353,7 @@ impl Helper {
         };
         let mut parts = Vec::new();
         for tensor in results {
-            parts.extend(encoding.encode(&self.device, &tensor, Role::Rows)?);
+            parts.extend(encoding.encode(&self.device, &tensor, result_role(work.gradients))?);
         }
         Ok(parts)
     }
@@ -366,6 +381,8 @@ impl Inputs<'_> {
     }
 }
 
+/// Where it is not known.
+const UNKNOWN_MEMORY_BYTES: u64 = 4 << 30;
 /// For the first words of the owner.
 const GREETING: Duration = Duration::from_secs(20);
 /// An owner may think for long.

@@ -28,7 +28,7 @@ mod wait;
 
 pub use call::{Call, Part, Shape};
 pub use door::{Door, Knock};
-pub use forecast::{Cuts, DeviceSpeed, Forecast, HelperSpeed, LinkSpeed, OwnerSpeed, Share, wire_bytes};
+pub use forecast::{Cuts, DeviceSpeed, Forecast, HelperSpeed, LinkSpeed, OwnerSpeed, Share};
 pub use helper::{HelperEvent, HelperOptions, help};
 pub use invitations::Invitations;
 pub use link::Gone;

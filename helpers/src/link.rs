@@ -101,7 +101,7 @@ impl Link {
         let messages = [(header_tag(op), header(text.len())), (request_tag(op), text)];
         for (tag, bytes) in messages {
             // Whatever comes of it, the answer will not come either.
-            drop(self.group.post_send(HELPER, tag, vec![bytes], MESSAGE));
+            drop(self.group.post_send(HELPER, tag, vec![bytes], QUEUED));
         }
         op
     }
@@ -192,6 +192,8 @@ impl Drop for Link {
 }
 
 const GREETING: Duration = Duration::from_secs(20);
+/// A request may have to wait until the helper has done all that came before.
+const QUEUED: Duration = Duration::from_secs(24 * 3600);
 const MESSAGE: Duration = Duration::from_secs(60);
 /// Kernels may have to be compiled.
 const MEASURING: Duration = Duration::from_secs(120);

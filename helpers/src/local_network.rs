@@ -205,7 +205,8 @@ mod tests {
 
     #[test]
     fn what_is_announced_is_read_back_and_what_is_no_owner_is_none() {
-        let found = FoundOwner::of(&service("0123", "kitchen", "10.0.0.7,192.168.1.7,fd00::1", 29_700)).unwrap();
+        let found =
+            FoundOwner::of(&service("0123", "kitchen", "10.0.0.7,192.168.1.7,fd00::1", 29_700)).unwrap();
         let addresses: Vec<_> = found.addresses.iter().map(ToString::to_string).collect();
         assert_eq!(addresses, ["10.0.0.7:29700", "192.168.1.7:29700", "[fd00::1]:29700"]);
         assert_eq!((found.owner.as_str(), found.helper.as_str()), ("0123", "kitchen"));

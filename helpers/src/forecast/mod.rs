@@ -3,12 +3,12 @@
 
 use std::ops::Range;
 
-use kyklos::{Result, WireFormat};
+use kyklos::{BiasTensor, Mask, Result};
 use kyklos_plan::simulate::visible_pairs;
 
 use crate::call::{Call, Part, Shape};
 use crate::encoding::{Encoding, Role};
-use crate::message::{keys_shape, queries_shape, result_shapes};
+use crate::message::{keys_shape, queries_shape, result_role, result_shapes};
 
 /// How fast a device attends in calls of one class.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -98,7 +98,9 @@ pub struct Cuts {
     shape: Shape,
     encoding: Encoding,
     gradients: bool,
-    bias_bytes: u64,
+    bias: Option<BiasTensor>,
+    /// Whether a helper can be told of it.
+    can_travel: bool,
     /// The rows of the blocks of each head.
     blocks: Vec<Range<u32>>,
     /// Pairs of each block of one key/value head, times the work of gradients.
@@ -126,9 +128,12 @@ impl Cuts {
         let pairs =
             |rows: &Range<u32>| visible_pairs(&problem, rows.clone()) * f64::from(shape.group()) * products;
         let weights = blocks.iter().map(pairs).collect();
-        let bias_bytes = call.bias.as_ref().map_or(0, |(_, rows)| rows.len() as u64);
-        let encoding = Encoding { dtype: shape.dtype, wire: call.wire };
-        Ok(Self { shape: *shape, encoding, gradients: call.gradients, bias_bytes, blocks, weights })
+        let bias = call.bias.as_ref().map(|(tensor, _)| *tensor);
+        let encoding = Encoding::new(shape.dtype, call.wire)?;
+        let mask = call.mask.to_string();
+        let can_travel =
+            mask.len() <= MOST_MASK_BYTES && mask.parse().is_ok_and(|read: Mask| read == call.mask);
+        Ok(Self { shape: *shape, encoding, gradients: call.gradients, bias, can_travel, blocks, weights })
     }
 
     /// Pairs of the whole call; of gradients as many as take the same time.
@@ -197,17 +202,24 @@ impl Cuts {
         pieces
     }
 
-    /// Bytes of a piece's messages, to the helper and back.
-    fn bytes(&self, piece: &Part, new_keys: bool) -> [u64; 2] {
+    /// Bytes of a piece's messages in this form, to the helper and back.
+    fn bytes(&self, encoding: Encoding, piece: &Part, new_keys: bool) -> [u64; 2] {
         let shape = piece.shape(&self.shape);
-        let of = |shape, role| self.encoding.part_bytes(shape, role).iter().sum::<usize>() as u64;
+        let of = |shape, role| encoding.part_bytes(shape, role).iter().sum::<usize>() as u64;
         let (q, kv) = (queries_shape(&shape), keys_shape(&shape));
-        let mut up = of(q, Role::Rows) * if self.gradients { 2 } else { 1 };
+        let mut up = of(q, Role::Rows);
+        if self.gradients {
+            up += of(q, Role::Gradients);
+        }
         if new_keys {
             up += of(kv, Role::Keys) + of(kv, Role::Rows);
         }
-        up += self.bias_bytes * u64::from(shape.q_heads) / u64::from(self.shape.q_heads.max(1));
-        let down = result_shapes(&shape, self.gradients).into_iter().map(|shape| of(shape, Role::Rows)).sum();
+        if let Some(bias) = self.bias {
+            let heads = if bias.heads == 1 { 1 } else { shape.q_heads };
+            up += BiasTensor { heads, ..bias }.bytes(shape.dtype, shape.q_len, shape.kv_len);
+        }
+        let role = result_role(self.gradients);
+        let down = result_shapes(&shape, self.gradients).into_iter().map(|shape| of(shape, role)).sum();
         [up, down]
     }
 
@@ -233,12 +245,15 @@ impl Cuts {
         all: f64,
     ) -> Option<Share> {
         let &HelperSpeed { device, link, memory_bytes, slowness } = speed;
+        // On the helper's device they are as they were before they were coded.
+        let plain = self.encoding.plain();
         let (mut arrives, mut computed, mut back) = (link.hop_s, 0.0_f64, 0.0_f64);
         let (mut busy_s, mut bytes, mut largest) = ([0.0; 3], [0, 0], [0, 0]);
         let mut before: Option<&Part> = None;
         for part in &parts {
             let new_keys = before.is_none_or(|before| before.kv_heads != part.kv_heads);
-            let [up, down] = self.bytes(part, new_keys);
+            let [up, down] = self.bytes(self.encoding, part, new_keys);
+            let [holds_up, holds_down] = self.bytes(plain, part, new_keys);
             let pairs = self.pairs_of(part);
             let stations = [
                 float(up) / link.up_bytes_per_s,
@@ -252,7 +267,7 @@ impl Cuts {
                 *sum += station;
             }
             bytes = [bytes[0] + up, bytes[1] + down];
-            largest = [largest[0].max(up), largest[1].max(down)];
+            largest = [largest[0].max(holds_up), largest[1].max(holds_down)];
             before = Some(part);
         }
         // Pieces arrive and leave while one is computed, and each is on the device too.
@@ -284,11 +299,14 @@ impl Cuts {
 
     /// The shares with which the call ends first; without any where helpers do not pay.
     pub fn forecast(&self, owner: &OwnerSpeed, helpers: &[HelperSpeed]) -> Forecast {
-        let again = if self.gradients { GRADIENT_WORK / (GRADIENT_WORK - 1.0) } else { 1.0 };
+        let again = if self.gradients { GRADIENT_AGAIN } else { 1.0 };
         // Who computes gradients alone need not compute the output again.
         let alone_s = (self.pairs() / owner.alone_pairs_per_s + owner.device.step_s) / again;
         let alone =
             Forecast { own: self.parts(0..self.slots()), shares: Vec::new(), total_s: alone_s, alone_s };
+        if !self.can_travel || self.slots() == 0 {
+            return alone;
+        }
         let (mut low, mut high, mut best) = (0.0, alone_s, None);
         // To a thousandth of the time alone.
         for _ in 0..SEARCHES {
@@ -351,15 +369,8 @@ fn float(bytes: u64) -> f64 {
     bytes as f64
 }
 
-/// Bytes of a call's tensors on the wire, for texts.
-pub fn wire_bytes(shape: &Shape, wire: WireFormat) -> u64 {
-    let encoding = Encoding { dtype: shape.dtype, wire };
-    let of = |shape, role| encoding.part_bytes(shape, role).iter().sum::<usize>() as u64;
-    2 * of(queries_shape(shape), Role::Rows)
-        + of(keys_shape(shape), Role::Keys)
-        + of(keys_shape(shape), Role::Rows)
-}
-
+/// Masks with longer names stay with the owner.
+const MOST_MASK_BYTES: usize = 1 << 20;
 /// So many blocks for each device make a share exact to some percents.
 const SLOTS_PER_DEVICE: u32 = 12;
 /// Rows of a block are a multiple of it, as kernels take them.
@@ -372,6 +383,8 @@ const COUNTS: [u32; 5] = [1, 2, 4, 8, 16];
 pub(crate) const WINDOW: usize = 2;
 /// A helper computes the output again and then gradients: seven products beside two.
 const GRADIENT_WORK: f64 = 4.5;
+/// Who computes gradients of a call has its output, or computes it again: this times as long.
+pub(crate) const GRADIENT_AGAIN: f64 = GRADIENT_WORK / (GRADIENT_WORK - 1.0);
 const SEARCHES: u32 = 12;
 /// Helpers that save less are left out.
 const PAYS: f64 = 0.95;

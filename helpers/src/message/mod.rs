@@ -231,7 +231,7 @@ impl Work {
     /// # Errors
     /// [`Error::Request`] for names that are not known.
     pub(crate) fn encoding(&self) -> Result<Encoding> {
-        Ok(Encoding { dtype: self.dtype.parse::<Dtype>()?, wire: self.wire.parse::<WireFormat>()? })
+        Encoding::new(self.dtype.parse::<Dtype>()?, self.wire.parse::<WireFormat>()?)
     }
 
     /// The shape of a piece. Its sizes are checked: their product fits memory that a machine may
@@ -255,6 +255,10 @@ impl Work {
         let tokens = u64::from(piece.rows.max(self.kv_len));
         let all = [u64::from(self.batch), u64::from(q_heads.max(piece.kv_heads)), u64::from(self.head_dim)];
         let elements = all.iter().try_fold(tokens, |product, extent| product.checked_mul(*extent));
+        // A bias has no more elements than this.
+        let pairs = [u64::from(piece.rows), u64::from(self.kv_len), all[0], all[1]];
+        let pairs = pairs.iter().try_fold(1_u64, |product, extent| product.checked_mul(*extent));
+        pairs.filter(|pairs| *pairs < 1 << 60).ok_or_else(beyond)?;
         elements.filter(|elements| *elements < 1 << 40).ok_or_else(beyond)?;
         Ok(shape)
     }
@@ -301,7 +305,7 @@ impl Work {
             bytes.push(usize::try_from(rows).unwrap_or(usize::MAX));
         }
         if self.gradients {
-            bytes.extend(encoding.part_bytes(q, Role::Rows));
+            bytes.extend(encoding.part_bytes(q, Role::Gradients));
         }
         Ok(bytes)
     }
@@ -314,7 +318,7 @@ impl Work {
         let (encoding, shape) = (self.encoding()?, self.piece_shape(piece)?);
         let mut bytes = Vec::new();
         for of in result_shapes(&shape, self.gradients) {
-            bytes.extend(encoding.part_bytes(of, Role::Rows));
+            bytes.extend(encoding.part_bytes(of, result_role(self.gradients)));
         }
         Ok(bytes)
     }
@@ -332,6 +336,11 @@ pub(crate) fn keys_shape(shape: &Shape) -> [usize; 4] {
 pub(crate) fn result_shapes(shape: &Shape, gradients: bool) -> Vec<[usize; 4]> {
     let (q, kv) = (queries_shape(shape), keys_shape(shape));
     if gradients { vec![q, kv, kv] } else { vec![q] }
+}
+
+/// What the results of a part are.
+pub(crate) fn result_role(gradients: bool) -> Role {
+    if gradients { Role::Gradients } else { Role::Rows }
 }
 
 /// Message 0 of a request with a text of so many bytes.

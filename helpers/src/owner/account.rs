@@ -6,7 +6,7 @@ use kyklos::Result;
 
 use super::flight::{Fault, Flight, Inputs, Landed, LandedShare, Outcome, Results};
 use super::{Class, HelperState, Owner};
-use crate::call::{Call, Part, Shape};
+use crate::call::{Call, Shape};
 use crate::forecast::Share;
 
 impl Owner {
@@ -24,13 +24,13 @@ impl Owner {
     /// # Errors
     /// As [`Self::finish`].
     pub fn account(&mut self, landed: Landed, own_s: Option<f64>) -> Result<Results> {
-        let Landed { call, shape, forecast, shares, seconds } = landed;
+        let Landed { call, shape, forecast, shares, token } = landed;
         let class = Class::of(&call, &shape);
         let pairs = self.forecasts.pairs(&call, &shape)?;
         if let Some(own_s) = own_s {
             self.learn_own(&call, &shape, &forecast, own_s);
         }
-        let (mut all, mut gone) = (Vec::new(), false);
+        let mut all = Vec::new();
         for LandedShare { number, name, share, inputs, outcome, seconds } in shares {
             let Some(mut outcome) = outcome else {
                 all.push(share.parts.into_iter().map(|part| (part, None)).collect());
@@ -42,17 +42,10 @@ impl Owner {
                 let pairs = pairs * share.fraction;
                 known.helped(number, pairs, outcome.computing_s, seconds, share.end_s, outcome.waited);
             }
-            gone |= matches!(outcome.fault, Some(Fault::Lost(_)));
             self.note(number, &name, &share, &outcome, class, seconds);
             all.push(share.parts.into_iter().zip(outcome.results).collect());
         }
-        let missing = all.iter().flatten().any(|(_, results): &(Part, Option<_>)| results.is_none());
-        // A helper that is gone says nothing about the next calls.
-        if forecast.alone_s > 0.0 && !gone {
-            // What is missing takes about as long again.
-            let seconds = seconds * if missing { 2.0 } else { 1.0 };
-            self.classes.entry(class).or_default().shared(seconds, forecast.alone_s);
-        }
+        drop(token);
         Ok(all)
     }
 
@@ -68,7 +61,6 @@ impl Owner {
     ) -> Result<()> {
         // At most a hundredth of the call goes into checks; the first results of a helper are checked.
         let seldom = (self.checking_s / (alone_s * 0.01).max(1e-6)).ceil().clamp(1.0, 1e6);
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped")]
         let is_first = !self.checked.contains(&number);
         if !self.options.check || (!is_first && self.checker.random(seldom as u32) != 0) {
             return Ok(());
@@ -108,13 +100,13 @@ impl Owner {
         let status = self.status_of(name);
         status.received(share, outcome.fault.is_none());
         match &outcome.fault {
-            None => status.state = HelperState::Ready,
+            // Another thread may have sent it away meanwhile.
+            None if status.state == HelperState::Working => status.state = HelperState::Ready,
+            None => {}
             Some(Fault::Refused(text)) => {
                 status.refused(text);
-                // It stays for other classes of calls.
-                if let Some(link) = self.links.iter_mut().find(|link| link.number == number) {
-                    link.speeds.values_mut().for_each(|speed| *speed = None);
-                }
+                // It stays for other calls, and what it lacks now it may have later.
+                self.refused.insert((number, class), CALLS_AFTER_REFUSAL);
             }
             Some(Fault::Late) => {
                 let known = self.classes.entry(class).or_default();
@@ -134,5 +126,7 @@ impl Owner {
     }
 }
 
+/// Calls of a class for which a helper is not asked after it has refused one.
+const CALLS_AFTER_REFUSAL: u32 = 64;
 /// Before the words about a result that is wrong.
 const LIED: &str = "lied: ";

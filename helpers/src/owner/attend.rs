@@ -7,6 +7,7 @@ use kyklos::{Result, Saved, Session, Tensor};
 
 use super::{Inputs, Owner};
 use crate::call::{Call, Part, Shape};
+use crate::forecast::GRADIENT_AGAIN;
 
 /// The gradients of q, k and v.
 pub type Gradients = [Tensor; 3];
@@ -58,10 +59,11 @@ impl Owner {
         if forecast.shares.is_empty() {
             let began = Instant::now();
             let results = on_host(computed(session, call, [q, k, v], d_o)?)?;
-            self.learn_alone(call, &shape, began.elapsed().as_secs_f64());
+            let again = if call.gradients { GRADIENT_AGAIN } else { 1.0 };
+            self.learn_alone(call, &shape, began.elapsed().as_secs_f64() * again);
             return Ok(array(results));
         }
-        let began = Instant::now();
+        let whole_began = Instant::now();
         let dense = |tensor: &Tensor| {
             Tensor::from_bytes(tensor.shape(), tensor.dtype(), pollster::block_on(tensor.bytes())?)
         };
@@ -73,7 +75,7 @@ impl Owner {
             inputs.push(whole.inputs(&share.parts)?);
         }
         let own = forecast.own.clone();
-        let flight = self.begin(call, &shape, forecast, inputs, began.elapsed())?;
+        let flight = self.begin(call, &shape, forecast.clone(), inputs, whole_began.elapsed())?;
         let began = Instant::now();
         let mut parts = Vec::new();
         for part in own {
@@ -87,7 +89,9 @@ impl Owner {
             };
             parts.push((part, results));
         }
-        whole.assembled(&parts).map(array)
+        let assembled = whole.assembled(&parts)?;
+        self.learn_shared(call, &shape, &forecast, whole_began.elapsed().as_secs_f64());
+        Ok(array(assembled))
     }
 }
 

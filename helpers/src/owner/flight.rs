@@ -1,5 +1,6 @@
 //! The shares of one call while helpers compute them.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -11,7 +12,9 @@ use super::{OWNER, Owner, Request, piece_tags};
 use crate::call::{Call, Part, Shape};
 use crate::encoding::{Encoding, Role};
 use crate::forecast::{Forecast, Share};
-use crate::message::{HELPER, STATUS_BYTES, Status, Work, keys_shape, result_shapes};
+use crate::message::{
+    HELPER, STATUS_BYTES, Status, Work, keys_shape, queries_shape, result_role, result_shapes,
+};
 use crate::owner::HelperState;
 use crate::wait::wait_until;
 
@@ -39,26 +42,27 @@ pub struct Flight {
     shape: Shape,
     forecast: Forecast,
     began: Instant,
-    /// What the caller has taken before, to make the parts.
-    copying: Duration,
     sent: Vec<Sent>,
+    /// While there is this, its helpers get no share of another call.
+    token: Arc<()>,
 }
 
 impl Flight {
     /// Waits for the results, not much longer than was forecast. It needs no owner meanwhile.
     /// Blocks.
     pub fn land(self) -> Landed {
-        let Self { call, shape, forecast, began, copying, sent } = self;
+        let Self { call, shape, forecast, began, sent, token } = self;
         let mut shares = Vec::new();
         for Sent { number, name, share, inputs, answers } in sent {
-            let patience = forecast.total_s.max(share.end_s) * PATIENCE + PATIENCE_S;
+            let slack = (forecast.alone_s * PATIENCE_OF_ALONE).clamp(LEAST_SLACK_S, MOST_SLACK_S);
+            let patience = forecast.total_s.max(share.end_s) * PATIENCE + slack;
             let until = (began + Duration::from_secs_f64(patience.min(MOST_PATIENCE_S)))
                 .max(Instant::now() + Duration::from_secs_f64(LEAST_PATIENCE_S));
             let outcome = answers.map(|answers| received(&call, &shape, &share, answers, until));
             let seconds = began.elapsed().as_secs_f64();
             shares.push(LandedShare { number, name, share, inputs, outcome, seconds });
         }
-        Landed { seconds: (copying + began.elapsed()).as_secs_f64(), call, shape, forecast, shares }
+        Landed { call, shape, forecast, shares, token }
     }
 }
 
@@ -69,7 +73,7 @@ pub struct Landed {
     pub(super) shape: Shape,
     pub(super) forecast: Forecast,
     pub(super) shares: Vec<LandedShare>,
-    pub(super) seconds: f64,
+    pub(super) token: Arc<()>,
 }
 
 #[derive(Debug)]
@@ -137,9 +141,11 @@ impl Owner {
         copying: Duration,
     ) -> Result<Flight> {
         let began = Instant::now();
-        let encoding = Encoding { dtype: shape.dtype, wire: call.wire };
+        call.problem(shape)?;
+        let encoding = Encoding::new(shape.dtype, call.wire)?;
         let device = Device::cpu();
         let deadline_ms = deadline(&forecast);
+        check_inputs(call, shape, &forecast, &inputs)?;
         let mut prepared = Vec::new();
         for (share, inputs) in forecast.shares.iter().zip(&inputs) {
             let work = Work::new(call, shape, &share.parts, deadline_ms);
@@ -147,7 +153,7 @@ impl Owner {
         }
         let bytes: u64 = forecast.shares.iter().map(|share| share.bytes[0]).sum();
         self.learn_copies(bytes, copying + began.elapsed());
-        let mut sent = Vec::new();
+        let (mut sent, token) = (Vec::new(), Arc::new(()));
         for ((share, inputs), (messages, work)) in forecast.shares.iter().zip(inputs).zip(prepared) {
             let Some(link) = self.links.iter_mut().find(|link| link.number == share.helper) else {
                 // It has gone since, or is being measured: the caller computes its share.
@@ -169,12 +175,13 @@ impl Owner {
                 });
             }
             let (number, name) = (link.number, link.name.clone());
+            self.working.insert(number, Arc::downgrade(&token));
             let status = self.status_of(&name);
             status.state = HelperState::Working;
             status.sent(share);
             sent.push(Sent { number, name, share: share.clone(), inputs, answers: Some(answers) });
         }
-        Ok(Flight { call: call.clone(), shape: *shape, forecast, began, copying, sent })
+        Ok(Flight { call: call.clone(), shape: *shape, forecast, began, sent, token })
     }
 
     #[expect(clippy::cast_precision_loss, reason = "bytes, to a few digits")]
@@ -184,6 +191,47 @@ impl Owner {
             self.copies_bytes_per_s = (self.copies_bytes_per_s * bytes as f64 / seconds).sqrt();
         }
     }
+}
+
+/// Refuses tensors that are not those of the parts.
+fn check_inputs(call: &Call, shape: &Shape, forecast: &Forecast, inputs: &[Vec<Inputs>]) -> Result<()> {
+    let counts: Vec<usize> = inputs.iter().map(Vec::len).collect();
+    let wanted: Vec<usize> = forecast.shares.iter().map(|share| share.parts.len()).collect();
+    if counts != wanted {
+        return Err(Error::request(
+            format!("tensors for {counts:?} parts, the shares have {wanted:?}"),
+            "give those of each part of each share",
+        ));
+    }
+    let parts = forecast.shares.iter().flat_map(|share| &share.parts);
+    for (part, inputs) in parts.zip(inputs.iter().flatten()) {
+        let of = part.shape(shape);
+        let queries = [Some(&inputs.q), inputs.d_o.as_ref()].into_iter().flatten();
+        let keys = inputs.keys.iter().flatten();
+        let given = queries
+            .map(|tensor| (tensor, queries_shape(&of)))
+            .chain(keys.map(|tensor| (tensor, keys_shape(&of))));
+        for (tensor, wanted) in given {
+            if (tensor.shape(), tensor.dtype()) != (wanted, of.dtype) {
+                return Err(Error::request(
+                    format!(
+                        "a tensor of shape {:?} in {}, for {wanted:?} in {}",
+                        tensor.shape(),
+                        tensor.dtype(),
+                        of.dtype
+                    ),
+                    "give the rows and heads of the part",
+                ));
+            }
+        }
+        if inputs.d_o.is_some() != call.gradients {
+            return Err(Error::request(
+                "gradients without that of the output, or the other way",
+                "give both or none",
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The messages of a share.
@@ -213,7 +261,7 @@ fn messages(
             parts.push(rows);
         }
         if let Some(d_o) = &inputs.d_o {
-            parts.extend(encoding.encode(device, d_o, Role::Rows)?);
+            parts.extend(encoding.encode(device, d_o, Role::Gradients)?);
         }
         let sizes: Vec<usize> = parts.iter().map(Bytes::len).collect();
         let wanted = work.input_bytes(piece)?;
@@ -230,9 +278,11 @@ fn messages(
 
 /// Waits for the results of a share.
 fn received(call: &Call, shape: &Shape, share: &Share, answers: Vec<Answer>, until: Instant) -> Outcome {
-    let encoding = Encoding { dtype: shape.dtype, wire: call.wire };
     let device = Device::cpu();
     let mut outcome = Outcome { results: Vec::new(), computing_s: 0.0, fault: None, waited: false };
+    let Ok(encoding) = Encoding::new(shape.dtype, call.wire) else {
+        unreachable!("the call has begun with it")
+    };
     for (part, Answer { mut status, mut results }) in share.parts.iter().zip(answers) {
         let arrived = if outcome.fault.is_some() {
             None
@@ -258,8 +308,9 @@ fn received(call: &Call, shape: &Shape, share: &Share, answers: Vec<Answer>, unt
             let shapes = result_shapes(&part.shape(shape), call.gradients);
             debug_assert!(!call.gradients || shapes[1] == keys_shape(&part.shape(shape)));
             let tensor = |of: [usize; 4]| {
-                let count = encoding.part_bytes(of, Role::Rows).len();
-                encoding.decode(&device, parts.by_ref().take(count).collect(), of, Role::Rows)?.copied()
+                let role = result_role(call.gradients);
+                let count = encoding.part_bytes(of, role).len();
+                encoding.decode(&device, parts.by_ref().take(count).collect(), of, role)?.copied()
             };
             shapes.into_iter().map(tensor).collect::<Result<Vec<_>>>().ok()
         });
@@ -297,10 +348,12 @@ fn deadline(forecast: &Forecast) -> u64 {
     milliseconds
 }
 
-/// A helper that takes longer than so many times the forecast, and these seconds, is not waited
-/// for.
+/// A helper that takes longer than so many times the forecast is not waited for.
 const PATIENCE: f64 = 1.5;
-const PATIENCE_S: f64 = 0.05;
+/// Beside it, so much of the call alone, within these bounds.
+const PATIENCE_OF_ALONE: f64 = 0.25;
+const LEAST_SLACK_S: f64 = 0.005;
+const MOST_SLACK_S: f64 = 0.05;
 const LEAST_PATIENCE_S: f64 = 0.02;
 const MOST_PATIENCE_S: f64 = 3600.0;
 /// Results that were there already take less.

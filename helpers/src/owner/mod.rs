@@ -3,24 +3,26 @@
 mod account;
 mod attend;
 mod flight;
+mod joined;
 mod status;
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Weak;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Duration;
 
 use kyklos::Result;
-use kyklos_transport::Group;
 
 use crate::call::{Call, Part, Shape};
 use crate::check::Checker;
 use crate::forecast::{DeviceSpeed, Forecast, HelperSpeed, OwnerSpeed};
-use crate::link::{Asked, Gone, Link};
+use crate::link::{Asked, Link};
 use crate::message::{OWNER, Request, piece_tags};
 use crate::speeds::{Class, Forecasts, Known, area};
 
 pub use attend::Gradients;
 pub use flight::{Flight, Inputs, Landed, Results};
+pub use joined::Joining;
+use joined::Returned;
 pub use status::{HelperState, HelperStatus};
 
 /// Settings of an owner.
@@ -64,33 +66,13 @@ pub struct Owner {
     checking_s: f64,
     /// Numbers of the helpers of which a result has been checked.
     checked: HashSet<u64>,
+    /// Numbers of the helpers that are not asked any more.
+    dismissed: HashSet<u64>,
+    /// Helpers that have a share of a call under way, by number; the call keeps what this looks at.
+    working: HashMap<u64, Weak<()>>,
+    /// Calls that a helper has refused, and for how many more of them it is not asked.
+    refused: HashMap<(u64, Class), u32>,
 }
-
-/// A link whose thread has ended; none if the helper is lost, with the reason.
-type Returned = (u64, std::result::Result<Box<Link>, String>);
-
-/// Lets helpers join from other threads.
-#[derive(Clone, Debug)]
-pub struct Joining(Sender<Returned>);
-
-impl Joining {
-    /// Greets the helper that is the other rank of `group`, and measures its link. Blocks. The
-    /// owner uses it from its next call on. Returns what tells when the helper is gone.
-    ///
-    /// # Errors
-    /// Of the link; [`kyklos::Error::Request`] if the owner is gone.
-    pub fn add(&self, name: &str, group: impl Into<Group>) -> Result<Gone> {
-        let mut link = Link::greet(name, group.into())?;
-        link.measure_link()?;
-        let gone = link.gone();
-        let no_owner = |_| kyklos::Error::request("an owner that is gone", "make another one");
-        self.0.send((NEW, Ok(Box::new(link)))).map_err(no_owner)?;
-        Ok(gone)
-    }
-}
-
-/// In place of a number: the owner gives one.
-const NEW: u64 = u64::MAX;
 
 impl Owner {
     /// An owner without helpers.
@@ -110,81 +92,10 @@ impl Owner {
             checker: Checker::new(),
             checking_s: 0.0,
             checked: HashSet::new(),
+            dismissed: HashSet::new(),
+            working: HashMap::new(),
+            refused: HashMap::new(),
         }
-    }
-
-    /// The end through which helpers join while the owner computes.
-    pub fn joining(&self) -> Joining {
-        Joining(self.returns.clone())
-    }
-
-    /// Adds the helper that is the other rank of `group`: this process is rank 0 of two. Blocks
-    /// until it has answered, and its link is measured: some tenths of a second.
-    ///
-    /// # Errors
-    /// Of the link.
-    pub fn add(&mut self, name: &str, group: impl Into<Group>) -> Result<()> {
-        self.joining().add(name, group)?;
-        self.collect();
-        Ok(())
-    }
-
-    /// Takes the helpers that are there, and lets those go that are not.
-    pub(super) fn collect(&mut self) {
-        while let Ok((number, link)) = self.back.try_recv() {
-            let name = self.away.remove(&number);
-            match link {
-                Ok(mut link) => {
-                    if number == NEW {
-                        if self.status_of(&link.name.clone()).state == HelperState::Lied {
-                            continue;
-                        }
-                        link.number = self.next_number;
-                        self.next_number += 1;
-                        // A helper that comes again under its name takes the place of the one before.
-                        self.links.retain(|known| known.name != link.name);
-                        self.status_of(&link.name.clone()).joined(&link);
-                        self.classes.values_mut().for_each(Known::forgive);
-                    }
-                    self.status_of(&link.name.clone()).state = HelperState::Ready;
-                    self.links.push(*link);
-                }
-                Err(why) => {
-                    if let Some(name) = name {
-                        self.status_of(&name).lost(why);
-                    }
-                }
-            }
-        }
-        let (lost, here): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.links).into_iter().partition(Link::is_lost);
-        self.links = here;
-        for link in lost {
-            self.status_of(&link.name.clone()).lost("its group has ended".to_owned());
-            let_go(link);
-        }
-        // Always the same order: forecasts are kept by it.
-        self.links.sort_by_key(|link| link.number);
-    }
-
-    pub(super) fn status_of(&mut self, name: &str) -> &mut HelperStatus {
-        self.told.entry(name.to_owned()).or_insert_with(|| HelperStatus::new(name))
-    }
-
-    /// A thread takes the link, runs `measure`, and brings it back.
-    fn send_away(&mut self, index: usize, measure: impl FnOnce(&mut Link) -> Result<()> + Send + 'static) {
-        let mut link = self.links.remove(index);
-        self.status_of(&link.name.clone()).state = HelperState::Measuring;
-        let (number, returns) = (link.number, self.returns.clone());
-        self.away.insert(number, link.name.clone());
-        std::thread::spawn(move || {
-            let outcome = match measure(&mut link) {
-                Ok(()) => Ok(Box::new(link)),
-                Err(error) => Err(error.to_string()),
-            };
-            // An owner that is gone lets go of the link.
-            drop(returns.send((number, outcome)));
-        });
     }
 
     /// How a call is shared now. Without shares the caller computes all of it, and tells what it
@@ -200,9 +111,11 @@ impl Owner {
             total_s: seconds,
             alone_s: seconds,
         };
-        if self.links.is_empty() || (area(shape) < LEAST_AREA && !self.options.always) {
+        if self.links.is_empty() || area(shape) == 0 || (area(shape) < LEAST_AREA && !self.options.always) {
             return Ok(alone(0.0));
         }
+        // A forecast may be kept from a call that differs in what it does not depend on.
+        call.problem(shape)?;
         let pairs = self.forecasts.pairs(call, shape)?;
         let class = Class::of(call, shape);
         let known = self.classes.entry(class).or_default();
@@ -241,6 +154,12 @@ impl Owner {
             let index = usize::try_from(share.helper).unwrap_or(usize::MAX);
             share.helper = helpers.get(index).map_or(u64::MAX, |(number, _)| *number);
         }
+        let known = self.classes.entry(class).or_default();
+        for (number, _) in &helpers {
+            if forecast.shares.iter().all(|share| share.helper != *number) {
+                known.left_out(*number);
+            }
+        }
         self.not_asked(Some(&forecast), "the last call would not have ended sooner with it");
         Ok(forecast)
     }
@@ -278,6 +197,16 @@ impl Owner {
         let known = self.classes.entry(class).or_default();
         let mut speeds = Vec::new();
         for link in &self.links {
+            // One call at a time: forecasts are of helpers that do nothing else.
+            if self.working.get(&link.number).is_some_and(|call| call.strong_count() > 0) {
+                continue;
+            }
+            if let Some(left) = self.refused.get_mut(&(link.number, class))
+                && *left > 0
+            {
+                *left -= 1;
+                continue;
+            }
             let (Some(Some(device)), Some(link_speed)) = (link.speeds.get(&asked), link.speed) else {
                 continue;
             };
@@ -301,8 +230,18 @@ impl Owner {
     /// The caller has computed its own part of a shared call in `seconds`.
     pub fn learn_own(&mut self, call: &Call, shape: &Shape, forecast: &Forecast, seconds: f64) {
         let own: f64 = 1.0 - forecast.shares.iter().map(|share| share.fraction).sum::<f64>();
-        if let Ok(pairs) = self.forecasts.pairs(call, shape) {
+        if own >= LEAST_OWN
+            && let Ok(pairs) = self.forecasts.pairs(call, shape)
+        {
             self.classes.entry(Class::of(call, shape)).or_default().beside(pairs * own, seconds);
+        }
+    }
+
+    /// A call of this forecast has taken `seconds`, from before its parts were made until all
+    /// results were in their places.
+    pub fn learn_shared(&mut self, call: &Call, shape: &Shape, forecast: &Forecast, seconds: f64) {
+        if forecast.alone_s > 0.0 && !forecast.shares.is_empty() {
+            self.classes.entry(Class::of(call, shape)).or_default().shared(seconds, forecast.alone_s);
         }
     }
 
@@ -313,48 +252,6 @@ impl Owner {
         self.collect();
         !(self.links.is_empty() && self.away.is_empty()) && (area >= LEAST_AREA || self.options.always)
     }
-
-    /// A helper of this name is expected: it is told as waiting until it joins.
-    pub fn expect_helper(&mut self, name: &str) {
-        self.status_of(name);
-    }
-
-    /// Waits until no helper is being measured: for tests and demonstrations. Blocks, at most
-    /// `patience`.
-    pub fn settle(&mut self, patience: Duration) {
-        let until = std::time::Instant::now() + patience;
-        while !self.away.is_empty() {
-            let left = until.saturating_duration_since(std::time::Instant::now());
-            match self.back.recv_timeout(left) {
-                Ok(returned) => drop(self.returns.send(returned)),
-                Err(_) => return,
-            }
-            self.collect();
-        }
-    }
-
-    /// Lets a helper answer what it still has to do, before it is used again.
-    pub(super) fn drain(&mut self, number: u64) {
-        if let Some(index) = self.links.iter().position(|link| link.number == number) {
-            self.send_away(index, Link::measure_link);
-        }
-    }
-
-    /// Lets a helper go that is no help.
-    pub(super) fn dismiss(&mut self, number: u64) {
-        if let Some(index) = self.links.iter().position(|link| link.number == number) {
-            let_go(self.links.remove(index));
-        }
-        for known in self.classes.values_mut() {
-            known.forget_helper(number);
-        }
-    }
-}
-
-/// Takes leave of a helper on a thread of its own: one that is dead answers late, and no call waits
-/// for that.
-fn let_go(link: Link) {
-    std::thread::spawn(move || drop(link));
 }
 
 /// A speed with which the helper gets a share of any call.
@@ -370,5 +267,7 @@ fn as_if_it_paid(speed: &mut HelperSpeed) {
 const COPIES_BYTES_PER_S: f64 = 4e9;
 /// Shorter calls are not looked at: (query, key) pairs of all heads.
 const LEAST_AREA: u64 = 1 << 22;
+/// A smaller part says nothing of a speed.
+const LEAST_OWN: f64 = 0.005;
 /// Calls that take less time alone stay alone.
 const LEAST_S: f64 = 2e-3;

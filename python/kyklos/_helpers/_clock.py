@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import torch
 
 #: Of devices that work while the program goes on: what has begun and ended, and who wants to know.
 _running: list[tuple[torch.Event, torch.Event, Callable[[float], None]]] = []
+_lock = threading.Lock()
 #: More are not kept: then a device does not tell.
 _MOST = 64
 
@@ -32,12 +34,17 @@ class Clock:
             return
         last = torch.Event(self._device, enable_timing=True)
         last.record()
-        if len(_running) < _MOST:
+        with _lock:
+            if len(_running) >= _MOST:
+                return
             _running.append((self._first, last, learn))
 
 
 def _tell() -> None:
     """Tells what has ended since."""
-    while _running and _running[0][1].query():
-        first, last, learn = _running.pop(0)
+    ended = []
+    with _lock:
+        while _running and _running[0][1].query():
+            ended.append(_running.pop(0))
+    for first, last, learn in ended:
         learn(first.elapsed_time(last) / 1e3)

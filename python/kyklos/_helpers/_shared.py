@@ -44,7 +44,7 @@ class Call:
         return -(-max(self.q.shape[-1], self.v.shape[-1]) // 8) * 8
 
     def options(self, gradients: bool) -> dict[str, Any]:
-        """The call for the extension module."""
+        """The call for the extension module. Tensors of 16 bits travel as they are where f16 is asked for."""
         (batch, heads, rows, _), (_, kv_heads, keys, _) = self.q.shape, self.k.shape
         bias = key_bias = None
         if self.mask is not None:
@@ -55,7 +55,7 @@ class Call:
             "scale": self.scale,
             "bias": bias,
             "key_bias": key_bias,
-            "wire": self.wire,
+            "wire": "same" if self.wire == "f16" and self.q.dtype != torch.float32 else self.wire,
             "gradients": gradients,
             "q": (batch, rows, heads, self.dim),
             "kv": (batch, keys, kv_heads, self.dim),
@@ -211,11 +211,13 @@ def _understood(
 def _forward(call: Call, shared: SharedCall) -> torch.Tensor:
     """The output of a shared call."""
     o = call.q.new_empty((*call.q.shape[:3], call.v.shape[-1]))
+    clock = Clock(call.q.device)
     with torch.no_grad():
         q, k, v = call.q, call.k, call.v
         missing = _run(call, shared, None, lambda part: [call.part(part, q, k, v)], [o])
         for part in missing:
             _place(call, part, [call.part(part, q, k, v)], [o])
+    clock.stop(lambda seconds: call.core.learn_shared(shared, seconds))
     return o
 
 
@@ -291,10 +293,13 @@ class _Shared(torch.autograd.Function):
                 o = whole.part((0, leaves[1].shape[1], 0, q.shape[2]), *leaves)
                 return list(torch.autograd.grad(o, leaves, d_o[:, heads]))
 
+        clock = Clock(q.device)
         shared = _decided(call.core, call.options(True))
         parts = [(0, k.shape[1], 0, q.shape[2])] if shared is None else _run(call, shared, d_o, compute, into)
         for part in parts:
             _place(call, part, compute(part), into)
+        if shared is not None:
+            clock.stop(lambda seconds: call.core.learn_shared(shared, seconds))
         return (*into, None, None)
 
 

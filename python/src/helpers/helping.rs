@@ -1,5 +1,6 @@
 //! The helper's side.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -17,6 +18,8 @@ enum Told {
     Event(HelperEvent),
     /// The owner is not there, or gone.
     Away(String),
+    /// The owner lets it go, and once is enough.
+    Let,
     /// It is no use to go on.
     Ended(kyklos::Error),
 }
@@ -41,6 +44,8 @@ pub(crate) fn help_out(
     let receiver = Mutex::new(receiver);
     let current: Arc<Mutex<Option<Group>>> = Arc::default();
     let of_thread = Arc::clone(&current);
+    let stopped = Arc::new(AtomicBool::new(false));
+    let is_stopped = Arc::clone(&stopped);
     let run = move || {
         let events = sender.clone();
         let on_event = Arc::new(move |event: &HelperEvent| drop(events.send(Told::Event(event.clone()))));
@@ -48,10 +53,17 @@ pub(crate) fn help_out(
         loop {
             let ended = knock.enter(PATIENCE, &[]).and_then(|group| {
                 *of_thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(group.clone());
+                if is_stopped.load(Ordering::SeqCst) {
+                    return pollster::block_on(group.close(LEAVING)).map_err(kyklos::Error::from);
+                }
                 help(group, &device, &options)
             });
             let told = match ended {
-                Ok(()) if once => return,
+                _ if is_stopped.load(Ordering::SeqCst) => return,
+                Ok(()) if once => {
+                    drop(sender.send(Told::Let));
+                    return;
+                }
                 Ok(()) => Told::Away("the owner needs no help now".to_owned()),
                 Err(error) if Knock::may_try_again(&error) => Told::Away(error.to_string()),
                 Err(error) => Told::Ended(error),
@@ -83,13 +95,17 @@ pub(crate) fn help_out(
                 tell.call1((text.as_str(),))?;
                 last = text;
             }
+            Ok(Told::Let) => break Ok(()),
             Ok(Told::Ended(error)) => break Err(errors::of_call(py, &error)),
-            Err(RecvTimeoutError::Disconnected) => break Ok(()),
+            Err(RecvTimeoutError::Disconnected) => {
+                break Err(PyRuntimeError::new_err("the thread of the helper has failed"));
+            }
         }
         if let Err(signal) = py.check_signals() {
             break Err(signal);
         }
     };
+    stopped.store(true, Ordering::SeqCst);
     let group = current.lock().unwrap_or_else(PoisonError::into_inner).take();
     if let Some(group) = group {
         drop(py.detach(|| pollster::block_on(group.close(LEAVING))));

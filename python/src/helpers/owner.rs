@@ -1,7 +1,7 @@
 //! The owner of calls, with the doors for its helpers.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
 use kyklos::in_process_group;
@@ -46,7 +46,7 @@ impl Owner {
     fn open(&self, py: Python<'_>, name: &str) -> PyResult<()> {
         let invitation = Invitations::of_user().and_then(|invitations| invitations.read(name));
         let invitation = invitation.map_err(|error| errors::of_call(py, &error))?;
-        lock(&self.owner).expect_helper(name);
+        py.detach(|| lock(&self.owner).expect_helper(name));
         lock(&self.doors).push(Door::open(name, invitation, self.joining.clone()));
         Ok(())
     }
@@ -124,6 +124,12 @@ impl Owner {
         py.detach(|| lock(&self.owner).learn_own(call, shape, forecast, seconds));
     }
 
+    /// A shared call has taken so long, until all its results were in their places.
+    fn learn_shared(&self, py: Python<'_>, shared: &SharedCall, seconds: f64) {
+        let SharedCall { call, shape, forecast } = shared;
+        py.detach(|| lock(&self.owner).learn_shared(call, shape, forecast, seconds));
+    }
+
     /// Sends the shares of a call: the arrays of each part of each share. They are not changed
     /// before the flight has ended.
     fn begin(
@@ -171,8 +177,9 @@ impl Owner {
 
     /// Waits until no helper is being measured.
     fn settle(&self, py: Python<'_>, patience_s: f64) {
-        let patience = Duration::try_from_secs_f64(patience_s).unwrap_or_default();
-        py.detach(|| lock(&self.owner).settle(patience));
+        let until = Instant::now() + Duration::try_from_secs_f64(patience_s.min(1e6)).unwrap_or_default();
+        // Others use the owner meanwhile.
+        py.detach(|| while !lock(&self.owner).settle(SETTLE_ROUND) && Instant::now() < until {});
     }
 
     /// Makes an invitation for one helper; its token.
@@ -199,14 +206,10 @@ impl Owner {
         let names = Invitations::of_user().and_then(|invitations| invitations.names());
         names.map_err(|error| errors::of_call(py, &error))
     }
-
-    /// Deletes an invitation.
-    #[staticmethod]
-    fn uninvite(py: Python<'_>, name: &str) -> PyResult<()> {
-        let removed = Invitations::of_user().and_then(|invitations| invitations.remove(name));
-        removed.map_err(|error| errors::of_call(py, &error))
-    }
 }
+
+/// For so long the owner is not free at a time.
+const SETTLE_ROUND: Duration = Duration::from_millis(20);
 
 const _: fn() = || {
     fn shared<T: Send + Sync>() {}

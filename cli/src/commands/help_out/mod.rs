@@ -127,7 +127,9 @@ fn list() -> Result<()> {
         vec![owner.helper, at, owner.owner]
     });
     print(&kyklos::plan::table(&["waits for helper", "at", "owner"], rows.collect()))?;
-    print("kyklos help-out needs the token of one of them, which kyklos helpers invite printed on its machine\n")
+    print(
+        "kyklos help-out needs the token of one of them, which kyklos helpers invite printed on its machine\n",
+    )
 }
 
 const LOOK: Duration = Duration::from_secs(3);

@@ -12,7 +12,8 @@ use kyklos_transport::harmless;
 
 use crate::failure::note;
 
-/// Watches the helper of this process: a line that changes on a terminal, a line a minute in a pipe.
+/// Watches the helper of this process: a line that changes on a terminal, a line a minute in a
+/// pipe.
 #[derive(Debug)]
 pub(super) struct Watch {
     bar: Option<ProgressBar>,

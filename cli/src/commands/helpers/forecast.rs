@@ -32,8 +32,8 @@ pub(super) struct ForecastArgs {
     /// Link between the two machines; pcie: both devices in one machine
     #[arg(long, value_enum, default_value = "all")]
     link: LinkName,
-    /// Number format of q, k, v and o on the link: same (exact), f16 (for f32 tensors) or int8 (with
-    /// scales; rounded once)
+    /// Number format of q, k, v and o on the link: same (exact), f16 (for f32 tensors) or int8
+    /// (with scales; rounded once)
     #[arg(long, value_name = "NAME", default_value = "same")]
     wire: WireFormat,
     /// Print one JSON object
@@ -190,10 +190,8 @@ fn row(model: &Model, measured: &Measured, args: &ForecastArgs, links: &[Link]) 
     let part = model.attention_part();
     let layers_of = f64::from(layers);
     let helped = links.iter().map(|link| {
-        let speed = DeviceSpeed {
-            pairs_per_s: measured.speed.pairs_per_s * args.helper_speed,
-            ..measured.speed
-        };
+        let speed =
+            DeviceSpeed { pairs_per_s: measured.speed.pairs_per_s * args.helper_speed, ..measured.speed };
         let link_speed = LinkSpeed {
             up_bytes_per_s: link.bytes_per_s,
             down_bytes_per_s: link.bytes_per_s,
@@ -300,8 +298,7 @@ mod tests {
     use super::*;
 
     fn report(pairs_per_s: f64, helper_speed: f64, wire: WireFormat) -> Report {
-        let measured =
-            Measured { dtype: Dtype::Bf16, speed: DeviceSpeed { pairs_per_s, step_s: 1e-5 } };
+        let measured = Measured { dtype: Dtype::Bf16, speed: DeviceSpeed { pairs_per_s, step_s: 1e-5 } };
         let args = ForecastArgs {
             device: DeviceRequest::Auto,
             pairs_per_s: None,
@@ -349,7 +346,10 @@ mod tests {
     #[test]
     fn the_table_says_what_does_not_pay() {
         let text = text(&report(8e10, 1.0, WireFormat::Same), &LINKS);
-        assert!(text.lines().any(|line| line.starts_with("Flux.1") && line.ends_with(NOT_WORTH_IT)), "{text}");
+        assert!(
+            text.lines().any(|line| line.starts_with("Flux.1") && line.ends_with(NOT_WORTH_IT)),
+            "{text}"
+        );
         assert!(positive("0").is_err() && positive("-1").is_err() && positive("x").is_err());
     }
 }

@@ -53,7 +53,9 @@ pub(crate) fn helpers(args: &HelpersArgs) -> Result<()> {
         HelpersCommand::List => list(),
         HelpersCommand::Remove(RemoveArgs { name }) => {
             Invitations::of_user()?.remove(name)?;
-            note(&format!("the token of {name} lets nobody in any more; an owner that runs now forgets it at its next start"));
+            note(&format!(
+                "the token of {name} lets nobody in any more; an owner that runs now forgets it at its next start"
+            ));
             Ok(())
         }
         HelpersCommand::Forecast(args) => forecast::forecast(args),
