@@ -18,6 +18,10 @@ pub(crate) struct Switch {
 /// Whether runs use the choices of `kyklos tune`.
 pub(crate) const TUNE: Switch = Switch { name: "KYKLOS_TUNE", does: "uses the built-in choices" };
 
+/// Whether owners of helpers announce themselves: only the library does it.
+const ANNOUNCE: Switch =
+    Switch { name: "KYKLOS_ANNOUNCE", does: "keeps owners of helpers quiet on the local network" };
+
 impl Switch {
     /// Whether the user turned it off.
     pub(crate) fn is_off(self) -> Result<bool> {
@@ -39,6 +43,7 @@ impl Switch {
 /// Refuses a wrong value, also where the command does not use the switch.
 pub(crate) fn check() -> Result<()> {
     TUNE.is_off()?;
+    ANNOUNCE.is_off()?;
     CudaOptions::from_environment()?;
     Ok(())
 }

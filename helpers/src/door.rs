@@ -30,7 +30,8 @@ struct Shared {
 }
 
 impl Door {
-    /// Opens the door for the helper `name`, which then becomes one of the owner of `joining`.
+    /// Opens the door for the helper `name`, which then becomes one of the owner of `joining`. It
+    /// is announced on the local network, unless `KYKLOS_ANNOUNCE` is `off`.
     pub fn open(name: &str, invitation: Invitation, joining: Joining) -> Self {
         let shared = Arc::new(Shared {
             name: name.to_owned(),
@@ -68,11 +69,15 @@ impl Drop for Door {
 }
 
 impl Shared {
-    /// Tells the local network where the door is, unless it is for this machine alone.
+    /// Tells the local network where the door is, unless it is for this machine alone, or the user
+    /// does not want it.
     fn announce(&self, invitation: &Invitation) -> Option<Announcement> {
         let at = owner_address(invitation);
         let token = invitation.token();
-        (!at.ip().is_loopback()).then(|| Announcement::new(&self.name, token, at.port())).flatten()
+        let is_quiet = std::env::var_os(ANNOUNCE).is_some_and(|value| value == "off");
+        (!is_quiet && !at.ip().is_loopback())
+            .then(|| Announcement::new(&self.name, token, at.port()))
+            .flatten()
     }
 
     /// Waits for the helper for a while; if it comes, until it is gone. False if the door itself
@@ -221,6 +226,8 @@ impl Knock {
     }
 }
 
+/// Set to `off`, owners do not announce themselves.
+const ANNOUNCE: &str = "KYKLOS_ANNOUNCE";
 const ANY: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
 /// For how long a door waits at a time.
 const ROUND: Duration = Duration::from_secs(10);

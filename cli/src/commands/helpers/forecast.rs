@@ -332,8 +332,8 @@ mod tests {
                 assert!(helped.step_gain <= helped.attention_gain && helped.attention_gain < 2.0);
             }
         }
-        // Wan at 720p over PCIe nearly halves; Flux at 1024 x 1024 over 1 GbE stays alone.
-        assert!(equal.rows[0].helped[0].attention_gain > 1.8, "{:?}", equal.rows[0]);
+        // Wan at 720p over PCIe gains; Flux at 1024 x 1024 over 1 GbE stays alone.
+        assert!(equal.rows[0].helped[0].attention_gain > 1.7, "{:?}", equal.rows[0]);
         assert!(!equal.rows.last().unwrap().helped[3].pays);
     }
 

@@ -29,29 +29,11 @@ pub(super) struct InviteArgs {
 
 pub(super) fn invite(args: &InviteArgs) -> Result<()> {
     let invitations = Invitations::of_user()?;
-    let host = match &args.address {
-        Some(host) => host.clone(),
-        None => local_address().map(|address| address.to_string()).ok_or_else(|| {
-            Failure::request(
-                "this machine has no address on a network",
-                "connect it, or give the address that the helper will reach with --address",
-            )
-        })?,
+    let is_again = args.address.is_none() && args.port.is_none() && invitations.names()?.contains(&args.name);
+    let invitation = match is_again {
+        true => invitations.read(&args.name)?,
+        false => invitations.create(&args.name, &place(args, &invitations)?.to_string())?,
     };
-    let port = match args.port {
-        Some(port) => port,
-        None => free_port(&taken(&invitations)?)?,
-    };
-    let inner = host.trim_matches(['[', ']']);
-    // An address with colons is one of IPv6; else it is a port too much.
-    let is_host = !inner.contains(':') || inner.parse::<Ipv6Addr>().is_ok();
-    let place = HostPort::new(inner, port).filter(|_| is_host).ok_or_else(|| {
-        Failure::request(
-            format!("--address {host} is no name or address"),
-            "write it without a port, such as 192.168.1.7; --port has the port",
-        )
-    })?;
-    let invitation = invitations.create(&args.name, &place.to_string())?;
     let token = invitation.token().to_string();
     note(&format!(
         "invitation for {}, until {}. Its token is a secret: whoever has it can be this helper.\n\
@@ -70,15 +52,45 @@ pub(super) fn invite(args: &InviteArgs) -> Result<()> {
         note(&code.render::<Dense1x2>().build());
     }
     note(&format!(
-        "UDP port {port} of this machine must be open to it. Here: with kyklos.helpers() in Python, or the node in ComfyUI"
+        "UDP port {} of this machine must be open to it. Here: with kyklos.helpers() in Python, or the node in ComfyUI",
+        port(invitation.token().place()).unwrap_or_default()
     ));
     Ok(())
+}
+
+/// Where the helper finds this machine.
+fn place(args: &InviteArgs, invitations: &Invitations) -> Result<HostPort> {
+    let host = match &args.address {
+        Some(host) => host.clone(),
+        None => local_address().map(|address| address.to_string()).ok_or_else(|| {
+            Failure::request(
+                "this machine has no address on a network",
+                "connect it, or give the address that the helper will reach with --address",
+            )
+        })?,
+    };
+    let port = match args.port {
+        Some(port) => port,
+        None => free_port(&taken(invitations)?)?,
+    };
+    let inner = host.trim_matches(['[', ']']);
+    // An address with colons is one of IPv6; else it is a port too much.
+    let is_host = !inner.contains(':') || inner.parse::<Ipv6Addr>().is_ok();
+    HostPort::new(inner, port).filter(|_| is_host).ok_or_else(|| {
+        Failure::request(
+            format!("--address {host} is no name or address"),
+            "write it without a port, such as 192.168.1.7; --port has the port",
+        )
+    })
+}
+
+fn port(place: &str) -> Option<u16> {
+    place.rsplit_once(':').and_then(|(_, port)| port.parse().ok())
 }
 
 /// The ports of the other invitations.
 fn taken(invitations: &Invitations) -> Result<Vec<u16>> {
     let places = invitations.names()?.into_iter().filter_map(|name| invitations.read(&name).ok());
-    let port = |place: &str| place.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
     Ok(places.filter_map(|invitation| port(invitation.token().place())).collect())
 }
 

@@ -23,9 +23,10 @@ pub(crate) struct HelpersArgs {
 enum HelpersCommand {
     /// Makes an invitation for one helper, and prints the command for its machine
     ///
-    /// The token goes to standard output. Whoever has it can become this helper, for a year, or
-    /// until the invitation is removed. The owner (kyklos.helpers() in Python, the node in ComfyUI)
-    /// lets in all helpers that have an invitation.
+    /// The token goes to standard output; a second time for the same name it is the same. Whoever
+    /// has it can become this helper, for a year, or until the invitation is removed. The owner
+    /// (kyklos.helpers() in Python, the node in ComfyUI) lets in all helpers that have an
+    /// invitation.
     Invite(InviteArgs),
     /// Lists the invitations of this user
     List,

@@ -213,6 +213,8 @@ fn invitations_are_listed_and_removed() {
     succeeds(&empty);
     assert!(stdout(&empty).is_empty() && stderr(&empty).contains("kyklos helpers invite NAME"));
     let token = invite(folder.path(), "kitchen");
+    // Whoever has lost the token gets it again.
+    assert_eq!(stdout(&says(folder.path(), "helpers invite kitchen")).trim(), token);
     // Without a port: the first that is free, another one for each.
     for name in ["one", "two"] {
         succeeds(&says(folder.path(), &format!("helpers invite {name} --address studio.local")));

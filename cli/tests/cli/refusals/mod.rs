@@ -57,6 +57,7 @@ impl Place {
         let line = in_full(line).replace(":PORT", &format!(":{}", self.port)).replace("DIR", &self.path());
         let (variables, arguments) = in_parts(&line);
         let mut command = command(&arguments);
+        command.env("KYKLOS_SETTINGS_DIR", self.folder.path().join("settings"));
         command.envs(variables.iter().filter_map(|word| word.split_once('='))).current_dir(&self.folder);
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
