@@ -67,7 +67,7 @@ impl Owner {
             }
             if !is_told {
                 let (place, why) = (self.given_place(), harmless(&error.to_string()));
-                note(&format!("waiting for the owner at {place}: {why}"));
+                note(&format!("waiting for the owner at {place} (rank 0): {why}"));
                 is_told = true;
             }
             match &mut search {

@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use kyklos::Error;
 use kyklos::plan::bytes;
 use kyklos_helpers::HelperEvent;
-use kyklos_transport::harmless;
+use kyklos_transport::{TransportError, harmless};
 
 use crate::failure::note;
 
@@ -124,12 +124,18 @@ impl Watch {
         }
     }
 
-    /// The owner is gone, or needs no help now.
+    /// The owner is gone, or needs no help now; or this device has failed.
     pub(super) fn left(&self, error: Option<&Error>) {
         let place = self.seen().place.clone();
         self.say(&match error {
             None => format!("the owner at {place} needs no help now"),
-            Some(error) => format!("the owner at {place} is gone: {}", harmless(&error.to_string())),
+            Some(error @ Error::Device { .. }) => {
+                format!(
+                    "this helper's device has failed, and is opened again: {}",
+                    harmless(&error.to_string())
+                )
+            }
+            Some(error) => format!("the owner at {place} is gone: {}", harmless(&why(error))),
         });
     }
 
@@ -153,6 +159,14 @@ impl Watch {
             }
             None => note(line),
         }
+    }
+}
+
+/// Without ranks and operations, of which the owner is the only other one.
+fn why(error: &Error) -> String {
+    match error {
+        Error::Transport(TransportError::Aborted { abort, .. }) => abort.cause.text().to_owned(),
+        other => other.to_string(),
     }
 }
 
