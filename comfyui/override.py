@@ -123,18 +123,34 @@ class _Local:
                 self.was_whole = True
                 return _with_heads(self.untouched(*self.args, **self.kwargs), q)
             layout = {"mask": mask, "skip_reshape": True, "skip_output_reshape": True}
-            return _with_heads(self.untouched(q, k, v, q.shape[1], **layout, **call.options), q)
+            o = _with_heads(self.untouched(q, k, v, q.shape[1], **layout, **call.options), q)
+            if o.dtype != q.dtype:
+                raise _OtherType(f"the model's attention returns {o.dtype} for {q.dtype}")
+            return o
+        except _OtherType:
+            raise
         except Exception as error:
             self.error = error
             raise
 
 
+class _OtherType(Exception):
+    """Parts of this machine and of helpers would be of two types: the call is computed here."""
+
+
 def _shared(opened: Opened, call: Call, local: _Local) -> torch.Tensor:
     attention = opened.helpers.attention
     o: torch.Tensor = attention(local, call.q, call.k, call.v, mask=call.mask, scale=call.scale, causal=False, gqa=call.gqa)
-    if o.shape != call.q.shape or o.dtype != call.q.dtype or o.device != call.q.device:
+    # What the model's own attention returns is right, whatever its type is; autocast decides the type of others.
+    if not local.was_whole and (o.shape != call.q.shape or o.dtype != _result_dtype(call.q) or o.device != call.q.device):
         raise ValueError(f"helpers gave {list(o.shape)} in {o.dtype} for {list(call.q.shape)} in {call.q.dtype}")
     return o
+
+
+def _result_dtype(q: torch.Tensor) -> torch.dtype:
+    import torch
+
+    return torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
 
 
 def _with_heads(o: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

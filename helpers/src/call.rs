@@ -92,7 +92,8 @@ pub struct Call {
     pub sinks: Vec<f32>,
     /// As [`Attention::q_offset`].
     pub q_offset: u32,
-    /// A bias tensor with its rows, in the layout of [`BiasTensor`].
+    /// A bias tensor with its rows, in the layout of [`BiasTensor`]. Forecasts do not read the
+    /// rows: there may be none.
     pub bias: Option<(BiasTensor, Bytes)>,
     /// The form of q, k, v and o between owner and helpers. Every form but
     /// [`WireFormat::Same`] rounds them.
@@ -215,7 +216,7 @@ impl Call {
         attention
     }
 
-    /// The problem of this call, checked.
+    /// The problem of this call, checked, but for the rows of a bias.
     ///
     /// # Errors
     /// [`Error::Request`] for a call that no device can compute.
@@ -228,15 +229,22 @@ impl Call {
         let bias = self.bias.as_ref().map(|(tensor, _)| *tensor);
         let problem =
             problem.with_logits(scale, self.softcap)?.with_sinks(self.sinks.clone())?.with_bias(bias)?;
-        if let Some((tensor, rows)) = &self.bias {
-            let wanted = tensor.bytes(dtype, q_len, kv_len);
-            if rows.len() as u64 != wanted {
-                return Err(Error::request(
-                    format!("a bias tensor of {} bytes, the call needs {wanted}", rows.len()),
-                    "give a row for each query, or one row with shared_rows",
-                ));
-            }
-        }
         Ok(problem)
+    }
+
+    /// Refuses a bias whose rows are not those of the call.
+    ///
+    /// # Errors
+    /// [`Error::Request`].
+    pub(crate) fn check_bias_rows(&self, shape: &Shape) -> Result<()> {
+        let Some((tensor, rows)) = &self.bias else { return Ok(()) };
+        let wanted = tensor.bytes(shape.dtype, shape.q_len, shape.kv_len);
+        if rows.len() as u64 == wanted {
+            return Ok(());
+        }
+        Err(Error::request(
+            format!("a bias tensor of {} bytes, the call needs {wanted}", rows.len()),
+            "give a row for each query, or one row with shared_rows",
+        ))
     }
 }

@@ -178,7 +178,7 @@ struct Kept {
     mask: Mask,
     q_offset: u32,
     gradients: bool,
-    bias: Option<(BiasTensor, usize)>,
+    bias: Option<BiasTensor>,
     wire: WireFormat,
     /// For so many helpers.
     helpers: usize,
@@ -220,7 +220,7 @@ impl Forecasts {
     }
 
     fn find(&mut self, call: &Call, shape: &Shape, helpers: usize) -> kyklos::Result<usize> {
-        let bias = call.bias.as_ref().map(|(tensor, rows)| (*tensor, rows.len()));
+        let bias = call.bias.as_ref().map(|(tensor, _)| *tensor);
         let same = |kept: &Kept| {
             kept.shape == *shape
                 && kept.mask == call.mask

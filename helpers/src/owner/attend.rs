@@ -55,6 +55,7 @@ impl Owner {
         d_o: Option<&Tensor>,
     ) -> Result<[Tensor; N]> {
         let shape = Shape::of(q, k, v)?;
+        call.check_bias_rows(&shape)?;
         let forecast = self.decide(call, &shape)?;
         if forecast.shares.is_empty() {
             let began = Instant::now();

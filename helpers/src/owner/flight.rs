@@ -142,6 +142,7 @@ impl Owner {
     ) -> Result<Flight> {
         let began = Instant::now();
         call.problem(shape)?;
+        call.check_bias_rows(shape)?;
         let encoding = Encoding::new(shape.dtype, call.wire)?;
         let device = Device::cpu();
         let deadline_ms = deadline(&forecast);

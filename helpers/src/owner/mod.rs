@@ -104,6 +104,14 @@ impl Owner {
     /// # Errors
     /// [`kyklos::Error::Request`] for a call that no device can compute.
     pub fn decide(&mut self, call: &Call, shape: &Shape) -> Result<Forecast> {
+        self.decide_among(call, shape, None)
+    }
+
+    /// As [`Self::decide`], with helpers of these names only.
+    ///
+    /// # Errors
+    /// As [`Self::decide`].
+    pub fn decide_among(&mut self, call: &Call, shape: &Shape, names: Option<&[String]>) -> Result<Forecast> {
         self.collect();
         let alone = |seconds| Forecast {
             own: vec![Part::whole(shape)],
@@ -127,7 +135,12 @@ impl Owner {
         // As fast as without gradients, whose work is counted in the same pairs.
         let forward = Class::of(&Call { gradients: false, ..call.clone() }, shape);
         let own = own.or_else(|| self.classes.get(&forward)?.own_speed());
-        let helpers = self.speeds_of_helpers(class, shape);
+        let mut helpers = self.speeds_of_helpers(class, shape);
+        let is_meant = |number: &u64| {
+            let link = self.links.iter().find(|link| link.number == *number);
+            names.is_none_or(|names| link.is_some_and(|link| names.contains(&link.name)))
+        };
+        helpers.retain(|(number, _)| is_meant(number));
         let own = own.or_else(|| {
             // As fast as the first helper, so that both get something to do.
             let first = helpers.first().filter(|_| self.options.always)?;

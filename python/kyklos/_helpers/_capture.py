@@ -1,9 +1,10 @@
-"""What attends in the block of helpers: PyTorch's function, and the functions of transformers and diffusers beside it."""
+"""What attends in the block of helpers: PyTorch's function, and the backends of diffusers beside it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -11,17 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._shared import may_share
+
 if TYPE_CHECKING:
     from ._owner import Helpers
 
 _NAME = "scaled_dot_product_attention"
 _SDPA: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 #: The blocks that have begun and not ended, the newest last.
 _blocks: list[Capture] = []
-#: What was replaced: an object or a dictionary, the name there, and what it had.
-_replaced: list[tuple[Any, Any, Any]] = []
+#: What was replaced: an object or a dictionary, the name there, what it had, and what it has now.
+_replaced: list[tuple[Any, Any, Any, Any]] = []
+_thread = threading.local()
 
 
 class Capture:
@@ -35,25 +39,44 @@ class Capture:
             _blocks.append(self)
             if len(_blocks) == 1:
                 _replace_all()
+        _of_thread().append(self)
 
     def stop(self) -> None:
+        if self in _of_thread():
+            _of_thread().remove(self)
         with _lock:
-            _blocks.remove(self)
+            if self in _blocks:
+                _blocks.remove(self)
             if not _blocks:
-                while _replaced:
-                    where, name, had = _replaced.pop()
-                    if isinstance(where, dict):
-                        where[name] = had
-                    else:
-                        setattr(where, name, had)
+                _restore_all()
+
+
+def _of_thread() -> list[Capture]:
+    """The blocks that this thread has begun, the newest last."""
+    if not hasattr(_thread, "blocks"):
+        _thread.blocks = []
+    blocks: list[Capture] = _thread.blocks
+    return blocks
 
 
 def _replace(where: Any, name: Any, function: Any) -> None:
-    _replaced.append((where, name, where[name] if isinstance(where, dict) else getattr(where, name)))
+    had = where[name] if isinstance(where, dict) else getattr(where, name)
+    _replaced.append((where, name, had, function))
     if isinstance(where, dict):
         where[name] = function
     else:
         setattr(where, name, function)
+
+
+def _restore_all() -> None:
+    while _replaced:
+        where, name, had, ours = _replaced.pop()
+        # What somebody else has put there meanwhile stays.
+        if isinstance(where, dict):
+            if where.get(name) is ours:
+                where[name] = had
+        elif getattr(where, name, None) is ours:
+            setattr(where, name, had)
 
 
 def _replace_all() -> None:
@@ -61,26 +84,33 @@ def _replace_all() -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(_NAME) is _SDPA:
             _replace(module, _NAME, _attention)
-    transformers = sys.modules.get("transformers.modeling_utils")
-    if transformers is not None:
-        functions = transformers.AttentionInterface._global_mapping
-        for name, function in list(functions.items()):
-            if name not in _NOT_REPLACED and not name.startswith("paged|"):
-                _replace(functions, name, _of_transformers(function))
     diffusers = sys.modules.get("diffusers.models.attention_dispatch")
     if diffusers is not None:
         functions = diffusers._AttentionBackendRegistry._backends
         for name, function in list(functions.items()):
+            # The native ones call PyTorch's function.
             if "native" not in str(getattr(name, "value", name)):
                 _replace(functions, name, _of_diffusers(function))
 
 
-#: Functions of transformers: the first calls PyTorch's, the second sums blocks of its own, the third splits a sequence over ranks.
-_NOT_REPLACED = ("sdpa", "flex_attention", "kyklos")
+def _forget() -> None:
+    """In a child process after ``fork``: helpers have stayed with its parent."""
+    global _lock
+    _lock = threading.RLock()
+    _blocks.clear()
+    _restore_all()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _block() -> Capture | None:
-    # Without the lock: a list is read whole, and an ended block still computes right.
+    """The newest block of this thread, or else of any. Without the lock: a list is read whole, and an ended block still computes right."""
+    own = getattr(_thread, "blocks", None)
+    if own:
+        newest: Capture = own[-1]
+        return newest
     return _blocks[-1] if _blocks else None
 
 
@@ -91,79 +121,56 @@ def _attention(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """``F.scaled_dot_product_attention``, shared with helpers where that pays."""
+    block = _block()
+    # Weights that are dropped at random, and arguments that PyTorch refuses, stay with it.
+    if (
+        torch.compiler.is_compiling()
+        or block is None
+        or dropout_p
+        or (is_causal and attn_mask is not None)
+        or not may_share(block.helpers._core, query, key)
+    ):
+        return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     def original(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return _SDPA(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    block = _block()
-    # Weights that are dropped at random, and arguments that PyTorch refuses, stay with it.
-    if block is None or dropout_p or (is_causal and attn_mask is not None):
-        return original(query, key, value, attn_mask)
     shared = block.helpers.attention
     return shared(original, query, key, value, mask=attn_mask, scale=scale, causal=is_causal, gqa=enable_gqa)
 
 
-#: Arguments of attention functions of transformers that change nothing here.
-_WITHOUT_EFFECT = {"use_cache", "position_ids", "return_dict", "output_hidden_states", "logits_to_keep", "num_items_in_batch"}
-
-
-def _of_transformers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the ``AttentionInterface``: q ``[batch, heads, tokens, dim]``, and the output with tokens before heads."""
-
-    @functools.wraps(function)
-    def attend(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, *args: Any, **given: Any
-    ) -> Any:
-        block = _block()
-        known = {name: given.get(name) for name in ("dropout", "scaling", "is_causal")}
-        other = {name for name, what in given.items() if name not in known and name not in _WITHOUT_EFFECT and what is not None and what is not False}
-        if block is None or args or other or known["dropout"] or attention_mask is not None:
-            return function(module, query, key, value, attention_mask, *args, **given)
-        causal = known["is_causal"]
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        # Of fewer queries than keys each library has its own idea which keys come before.
-        if causal and query.shape[2] != key.shape[2]:
-            return function(module, query, key, value, attention_mask, *args, **given)
-
-        def original(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-            o: torch.Tensor = function(module, q, k[:, :, : q.shape[2]] if causal else k, v[:, :, : q.shape[2]] if causal else v, mask, **given)[0]
-            return o.transpose(1, 2)
-
-        o = block.helpers.attention(original, query, key, value, scale=known["scaling"], causal=bool(causal), gqa=True)
-        return o.transpose(1, 2), None
-
-    return attend
-
-
 def _of_diffusers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend of diffusers: q ``[batch, tokens, heads, dim]``."""
+    """A backend of diffusers: q ``[batch, tokens, heads, dim]``. Each reads masks in its own way: calls with one stay with it."""
     names = list(inspect.signature(function).parameters)
+    known = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
 
     @functools.wraps(function)
-    def attend(*args: Any, **given: Any) -> Any:
+    def attend(*args: Any, **options: Any) -> Any:
         block = _block()
-        given = dict(zip(names, args, strict=False)) | given
-        mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
-        known = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
+        given = dict(zip(names, args, strict=False)) | options
         other = {name for name, what in given.items() if name not in known and what is not None and what is not False}
-        if block is None or other or given.get("dropout_p") or (causal and given["query"].shape[1] != given["key"].shape[1]):
-            return function(**given)
+        is_whole = len(args) <= len(names) and {"query", "key", "value"} <= given.keys()
+        if block is None or not is_whole or other or given.get("dropout_p") or given.get("attn_mask") is not None:
+            return function(*args, **options)
+        causal = bool(given.get("is_causal"))
+        # Of fewer queries than keys each library has its own idea which keys come before.
+        if causal and given["query"].shape[1] != given["key"].shape[1]:
+            return function(*args, **options)
 
         def original(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
             keys = slice(q.shape[2]) if causal else slice(None)
             states = {"query": q, "key": k[:, :, keys], "value": v[:, :, keys]}
-            states = {name: x.transpose(1, 2) for name, x in states.items()}
-            with_mask = {"attn_mask": mask} if "attn_mask" in given else {}
-            o: torch.Tensor = function(**{**given, **states, **with_mask})
+            o: torch.Tensor = function(**{**given, **{name: x.transpose(1, 2) for name, x in states.items()}})
             return o.transpose(1, 2)
 
         q, k, v = (given[name].transpose(1, 2) for name in ("query", "key", "value"))
         gqa = bool(given.get("enable_gqa"))
-        o = block.helpers.attention(original, q, k, v, mask=mask, scale=given.get("scale"), causal=causal, gqa=gqa)
-        return o.transpose(1, 2)
+        o = block.helpers.attention(original, q, k, v, scale=given.get("scale"), causal=causal, gqa=gqa)
+        return o.transpose(1, 2).contiguous()
 
     return attend

@@ -25,7 +25,7 @@ class Clock:
         if device.type != "cpu":
             _tell()
             self._first = torch.Event(device, enable_timing=True)
-            self._first.record()
+            self._first.record(torch.accelerator.current_stream(device))
 
     def stop(self, learn: Callable[[float], None]) -> None:
         """``learn`` gets the seconds: now, or when another clock of a device starts that has ended by then."""
@@ -33,7 +33,7 @@ class Clock:
             learn(time.perf_counter() - self._began)
             return
         last = torch.Event(self._device, enable_timing=True)
-        last.record()
+        last.record(torch.accelerator.current_stream(self._device))
         with _lock:
             if len(_running) >= _MOST:
                 return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,8 +16,10 @@ from ._invitation import Invitation, invite
 if TYPE_CHECKING:
     import torch
 
-_lock = threading.Lock()
-#: The owner of this process: each invitation has one port, which one owner listens on.
+# The collector of garbage may close helpers while others are being opened, on the same thread.
+_lock = threading.RLock()
+#: The owner of this process: each invitation has one port, which one owner listens on. It stays until the process ends, or until
+#: helpers with other settings are asked for.
 _core: Owner | None = None
 _users = 0
 _opened: set[str] = set()
@@ -40,7 +44,7 @@ def helpers(
             image = pipeline(prompt).images[0]               # any model, as it is
 
     In the block, ``F.scaled_dot_product_attention`` shares its heads with helpers, also in other threads and where libraries call it:
-    transformers with ``sdpa`` and functions of its ``AttentionInterface``, diffusers with any backend, modules of PyTorch. Results are exact, to
+    transformers with ``attn_implementation="sdpa"``, diffusers with any backend, modules of PyTorch. Results are exact, to
     rounding. A helper gets q, k and v of its heads and nothing else. One that is gone or late costs its share of one call, which this process
     computes. The first calls of a kind stay local, while their time and the helpers' is measured.
 
@@ -62,9 +66,11 @@ class Helpers:
         if wire not in ("same", "f16", "int8"):
             raise RequestError(f"{wire!r} on the wire is not known: use \"same\", \"f16\" or \"int8\"")
         self._wire = wire
-        self._core = _opened_core(names, devices, check, always)
-        self._closed = False
         self._captures: list[Any] = []
+        self._core = _opened_core(names, devices, check, always)
+        self._closed, self._process = False, os.getpid()
+        # Without names: all that have an invitation, also those of later.
+        self._names = None if names is None else [*names, *map(_of_this_machine, devices)]
 
     def invite(self, name: str, address: str | None = None, port: int | None = None) -> Invitation:
         """An invitation for one helper, whose door is open from now on.
@@ -76,13 +82,15 @@ class Helpers:
         invitation = invite(name, address, port)
         with _lock:
             _open(self._core, [name])
+        if self._names is not None and name not in self._names:
+            self._names.append(name)
         return invitation
 
     def status(self) -> list[dict[str, Any]]:
         """The helpers by name: ``name``, ``state`` (``waiting``, ``measuring``, ``ready``, ``working``, ``lost`` or ``lied``), ``device``, ``share``
         (of the last call, 0 to 1), ``calls``, ``bytes_sent``, ``bytes_received`` and ``why`` (it is not used)."""
         status: list[dict[str, Any]] = json.loads(self._core.status())
-        return status
+        return [helper for helper in status if self._names is None or helper["name"] in self._names]
 
     def attention(
         self,
@@ -105,25 +113,24 @@ class Helpers:
         :param causal: query i sees keys up to i.
         :returns: ``[batch, heads, tokens, dim of v]``.
         """
-        from ._shared import attention
-
-        return attention(self._core, self._wire, original, q, k, v, mask, scale, causal, gqa)
+        # A child after fork() has none of the threads.
+        if self._closed or self._process != os.getpid():
+            return original(q, k, v, mask)
+        attend = _imported()
+        return attend(self._core, self._wire, self._names, original, q, k, v, mask, scale, causal, gqa)
 
     def settle(self, patience_s: float = 60.0) -> None:
         """Waits until no helper is being measured: then the next call of a known kind is shared, if that pays."""
         self._core.settle(patience_s)
 
     def close(self) -> None:
-        """Lets the helpers go, unless others of this process use them."""
-        global _core, _users
+        """Ends the use of helpers. They stay connected to this process, for helpers of the same settings, until it ends."""
+        global _users
         if self._closed:
             return
         self._closed = True
         with _lock:
             _users -= 1
-            if _users == 0:
-                _core = None
-                _opened.clear()
 
     def __enter__(self) -> Helpers:
         from ._capture import Capture
@@ -141,25 +148,54 @@ class Helpers:
             self.close()
 
 
+@functools.cache
+def _imported() -> Callable[..., torch.Tensor]:
+    """PyTorch is imported where it is used: this module is part of the package."""
+    from ._shared import attention
+
+    return attention
+
+
+def _of_this_machine(device: str) -> str:
+    """The name of a helper that is a device of this machine."""
+    return f"this machine, {device}"
+
+
 def _opened_core(names: Sequence[str] | None, devices: Sequence[str], check: bool, always: bool) -> Owner:
     global _core, _users, _settings
     with _lock:
+        if _core is not None and _settings != (check, always):
+            if _users:
+                raise RequestError(f"helpers with check={check}, beside open ones with other settings: close those first")
+            _core = None
+            _opened.clear()
         if _core is None:
             _core, _settings = Owner(check, always), (check, always)
-        elif _settings != (check, always):
-            raise RequestError(f"helpers with check={check}, beside helpers with check={_settings[0]}: close those first")
+        core = _core
         known = Owner.invited()
         for name in names if names is not None else known:
             if name not in known:
                 raise RequestError(f"no invitation for {name!r}: make one with kyklos.helpers().invite({name!r})")
-        _open(_core, names if names is not None else known)
+        _open(core, names if names is not None else known)
         for device in devices:
-            name = f"this machine, {device}"
+            name = _of_this_machine(device)
             if name not in _opened:
-                _core.add_local(name, device, None)
+                core.add_local(name, device, None)
                 _opened.add(name)
         _users += 1
-        return _core
+        return core
+
+
+def _forget() -> None:
+    """In a child process after ``fork``: the threads and sockets of helpers have stayed with its parent."""
+    global _core, _users, _lock
+    _lock = threading.RLock()
+    _core, _users = None, 0
+    _opened.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _open(core: Owner, names: Sequence[str]) -> None:

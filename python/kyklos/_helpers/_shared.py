@@ -18,6 +18,8 @@ from ._clock import Clock
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: Whether this thread computes a part, whose attention is not shared again.
 inside = threading.local()
+#: Subclasses may mean something else by their shapes.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 #: Key/value heads and rows, as two half-open ranges.
 Ranges = tuple[int, int, int, int]
@@ -29,6 +31,8 @@ class Call:
 
     core: Owner
     wire: str
+    #: Of the helpers that may have a share; all if there are none.
+    names: list[str] | None
     original: Callable[..., torch.Tensor]
     q: torch.Tensor
     k: torch.Tensor
@@ -46,21 +50,32 @@ class Call:
     def options(self, gradients: bool) -> dict[str, Any]:
         """The call for the extension module. Tensors of 16 bits travel as they are where f16 is asked for."""
         (batch, heads, rows, _), (_, kv_heads, keys, _) = self.q.shape, self.k.shape
-        bias = key_bias = None
+        bias = None
         if self.mask is not None:
-            host = _on_host(self.mask)
-            bias, key_bias = (None, host[:, :, 0]) if host.shape[2] == 1 and rows != 1 else (host, None)
+            bias = (self.mask.dtype != torch.bool, self.mask.shape[0], self.mask.shape[1], self._has_one_row)
         return {
             "mask": "causal" if self.causal else "full",
             "scale": self.scale,
             "bias": bias,
-            "key_bias": key_bias,
+            "names": self.names,
             "wire": "same" if self.wire == "f16" and self.q.dtype != torch.float32 else self.wire,
             "gradients": gradients,
             "q": (batch, rows, heads, self.dim),
             "kv": (batch, keys, kv_heads, self.dim),
             "dtype": _DTYPES[self.q.dtype],
         }
+
+    @property
+    def _has_one_row(self) -> bool:
+        """Whether all queries share one row of the mask."""
+        return self.mask is not None and self.mask.shape[2] == 1 and self.q.shape[2] != 1
+
+    def bias(self) -> torch.Tensor | None:
+        """The mask for the extension module."""
+        if self.mask is None:
+            return None
+        host = _on_host(self.mask)
+        return host[:, :, 0] if self._has_one_row else host
 
     def slices(self, part: Ranges) -> tuple[slice, slice, slice]:
         """Query heads, key/value heads and rows of a part."""
@@ -89,10 +104,10 @@ class Call:
         part = x[:, heads, rows].transpose(1, 2)
         if x.shape[-1] != self.dim:
             part = torch.nn.functional.pad(part, (0, self.dim - x.shape[-1]))
-        part = part.contiguous()
+        part = part.resolve_neg().contiguous()
         if part.device.type == "cpu":
             return part
-        host = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type in ("cuda", "xpu"))
+        host = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=part.device.type in ("cuda", "xpu"))
         return host.copy_(part, non_blocking=True)
 
     def arrays(self, shared: SharedCall, d_o: torch.Tensor | None) -> list[list[tuple[Any, ...]]]:
@@ -115,9 +130,18 @@ class Call:
         return x.to(like.device, non_blocking=True)
 
 
+def may_share(core: Owner, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether a call is worth a look; cheap, since small calls are many."""
+    if type(q) not in _PLAIN or type(k) not in _PLAIN or q.is_nested or q.ndim != 4 or k.ndim != 4:
+        return False
+    dim = q.size(-1)
+    return dim != 0 and core.wants(q.numel() // dim * k.size(-2)) and not getattr(inside, "now", False)
+
+
 def attention(
     core: Owner,
     wire: str,
+    names: list[str] | None,
     original: Callable[..., torch.Tensor],
     q: torch.Tensor,
     k: torch.Tensor,
@@ -128,9 +152,8 @@ def attention(
     gqa: bool,
 ) -> torch.Tensor:
     """Attention, with the helpers where that pays."""
-    if q.dim() != 4 or k.dim() != 4 or torch.compiler.is_compiling() or getattr(inside, "now", False):
-        return original(q, k, v, mask)
-    if not core.wants(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]) or _is_traced(q):
+    # A compiler may not look into the extension module.
+    if torch.compiler.is_compiling() or not may_share(core, q, k) or _is_traced(q):
         return original(q, k, v, mask)
     if torch.is_autocast_enabled(q.device.type):
         # As PyTorch's function does.
@@ -141,7 +164,7 @@ def attention(
     whole = _mask_of_four_axes(mask, q, k)
     if not _understood(q, k, v, mask, whole, causal, gqa) or not scale > 0.0:
         return original(q, k, v, mask)
-    call = Call(core, wire, original, q, k, v, whole, scale, causal)
+    call = Call(core, wire, names, original, q, k, v, whole, scale, causal)
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     options = call.options(False)
     shared = _decided(core, options)
@@ -158,8 +181,11 @@ def attention(
 
 
 def _is_traced(q: torch.Tensor) -> bool:
-    """Whether these are no numbers yet: in a graph that is being captured, and inside of ``vmap`` and ``torch.func.grad``."""
-    if torch._C._are_functorch_transforms_active():
+    """Whether these are not just numbers: in a graph that is being captured or traced, on a device without memory, under dispatch modes, and inside
+    of ``vmap``, ``torch.func.grad`` and forward derivatives."""
+    if q.device.type == "meta" or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        return True
+    if torch._C._get_tracing_state() is not None or torch.autograd.forward_ad._current_level >= 0:
         return True
     return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -189,10 +215,9 @@ def _understood(
 ) -> bool:
     """Whether these tensors mean the same for helpers as for PyTorch; others stay with PyTorch's function, which may refuse them."""
     (batch, heads, rows, dim), (_, kv_heads, keys, _) = q.shape, k.shape
-    plain = (torch.Tensor, torch.nn.Parameter)
-    if any(type(x) not in plain or x.layout != torch.strided or x.device != q.device for x in (q, k, v)):
+    if any(type(x) not in _PLAIN or x.is_nested or x.layout != torch.strided or x.device != q.device for x in (q, k, v)):
         return False
-    if q.dtype not in _DTYPES or (k.dtype, v.dtype) != (q.dtype, q.dtype) or q.device.type == "meta" or dim == 0:
+    if q.dtype not in _DTYPES or (k.dtype, v.dtype) != (q.dtype, q.dtype):
         return False
     if k.shape != (batch, kv_heads, keys, dim) or v.shape[:3] != k.shape[:3] or v.dim() != 4 or v.shape[3] == 0:
         return False
@@ -201,7 +226,7 @@ def _understood(
     if given is None:
         return True
     # A mask of another type than q would be rounded.
-    if mask is None or causal or given.requires_grad or type(given) not in plain or mask.device != q.device:
+    if mask is None or given.dim() < 2 or causal or given.requires_grad or type(given) not in _PLAIN or mask.device != q.device:
         return False
     if mask.dtype not in (torch.bool, q.dtype):
         return False
@@ -210,7 +235,8 @@ def _understood(
 
 def _forward(call: Call, shared: SharedCall) -> torch.Tensor:
     """The output of a shared call."""
-    o = call.q.new_empty((*call.q.shape[:3], call.v.shape[-1]))
+    # In memory as PyTorch has it: as q is.
+    o = torch.empty_like(call.q) if call.q.shape[-1] == call.v.shape[-1] else call.q.new_empty((*call.q.shape[:3], call.v.shape[-1]))
     clock = Clock(call.q.device)
     with torch.no_grad():
         q, k, v = call.q, call.k, call.v
@@ -246,7 +272,7 @@ def _run(
     if not is_processor:
         torch.accelerator.current_stream(call.q.device).synchronize()
     try:
-        flight = call.core.begin(shared, arrays, time.perf_counter() - began)
+        flight = call.core.begin(shared, arrays, call.bias(), time.perf_counter() - began)
     except (RequestError, GroupError, DeviceError):
         # What the wire cannot carry stays here.
         return [*shared.own, *(part for share in shared.shares for part, _ in share)]
@@ -271,30 +297,25 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, shared: SharedCall) -> torch.Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.call = call
+        # As PyTorch does: it keeps numbers, and makes numbers of bools.
+        mask = call.mask.clone() if call.mask is not None and call.mask.dtype == torch.bool else call.mask
+        ctx.save_for_backward(q, k, v, mask)
+        # Tensors are kept above only, where checkpoints and offloading find them.
+        ctx.call = {**call.__dict__, "q": None, "k": None, "v": None, "mask": None}
         return _forward(call, shared)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_o: torch.Tensor) -> tuple[Any, ...]:
-        q, k, v = ctx.saved_tensors
-        call = Call(**{**ctx.call.__dict__, "q": q, "k": k, "v": v})
+        q, k, v, mask = ctx.saved_tensors
+        call = Call(**{**ctx.call, "q": q, "k": k, "v": v, "mask": mask})
+        functorch = torch._C._functorch
+        if torch.is_grad_enabled() or functorch.is_batchedtensor(d_o) or functorch.is_legacy_batchedtensor(d_o):
+            # Gradients of gradients, and many at a time, are PyTorch's.
+            return (*_differentiable(call, d_o), None, None)
         into = [torch.empty_like(x) for x in (q, k, v)]
-
-        def compute(part: Ranges) -> list[torch.Tensor]:
-            heads, kv_heads, rows = call.slices(part)
-            with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in (q[:, heads], k[:, kv_heads], v[:, kv_heads])]
-                group = leaves[0].shape[1] // leaves[1].shape[1]
-                whole = Call(**{**call.__dict__, "q": leaves[0], "k": leaves[1], "v": leaves[2]})
-                whole.mask = call.mask[:, heads] if call.mask is not None and call.mask.shape[1] > 1 else call.mask
-                assert group * leaves[1].shape[1] == leaves[0].shape[1]
-                o = whole.part((0, leaves[1].shape[1], 0, q.shape[2]), *leaves)
-                return list(torch.autograd.grad(o, leaves, d_o[:, heads]))
-
         clock = Clock(q.device)
         shared = _decided(call.core, call.options(True))
+        compute = lambda part: _gradients(call, part, d_o)  # noqa: E731
         parts = [(0, k.shape[1], 0, q.shape[2])] if shared is None else _run(call, shared, d_o, compute, into)
         for part in parts:
             _place(call, part, compute(part), into)
@@ -303,12 +324,35 @@ class _Shared(torch.autograd.Function):
         return (*into, None, None)
 
 
+def _gradients(call: Call, part: Ranges, d_o: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of the heads of a part, which has all rows, computed here."""
+    heads, kv_heads, rows = call.slices(part)
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (call.q[:, heads], call.k[:, kv_heads], call.v[:, kv_heads])]
+        mask = call.mask[:, heads] if call.mask is not None and call.mask.shape[1] > 1 else call.mask
+        of_heads = Call(**{**call.__dict__, "q": leaves[0], "k": leaves[1], "v": leaves[2], "mask": mask})
+        o = of_heads.part((0, leaves[1].shape[1], rows.start, rows.stop), *leaves)
+        return list(torch.autograd.grad(o, leaves, d_o[:, heads]))
+
+
+def _differentiable(call: Call, d_o: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gradients of the whole call that have gradients themselves, as far as PyTorch's own have."""
+    with torch.enable_grad():
+        states = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+        was, inside.now = getattr(inside, "now", False), True
+        try:
+            o = call.original(*states, call.mask)
+        finally:
+            inside.now = was
+        return torch.autograd.grad(o, states, d_o, create_graph=True)
+
+
 #: The last mask in host memory: models give each layer the same one, or the same view of it.
 _last_mask: list[tuple[weakref.ref[torch.Tensor], tuple[Any, ...], torch.Tensor]] = []
 
 
 def _on_host(mask: torch.Tensor) -> torch.Tensor:
-    mask = mask.detach()
+    mask = mask.detach().resolve_neg()
     if mask.device.type == "cpu":
         return mask
     if mask.is_inference():

@@ -2,7 +2,8 @@
 
 use std::sync::Mutex;
 
-use kyklos::{Dtype, Error, Mask, Result, Tensor, WireFormat};
+use bytes::Bytes;
+use kyklos::{BiasKind, BiasTensor, Dtype, Error, Mask, Result, Tensor, WireFormat};
 use kyklos_helpers::{Call, Forecast, Inputs, Part, Shape};
 use pyo3::prelude::*;
 
@@ -14,13 +15,14 @@ use crate::tensors::place::Place;
 /// The options of a call, as Python passes them.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
-pub(crate) struct CallOptions<'py> {
+pub(crate) struct CallOptions {
     mask: String,
     scale: f32,
-    /// `[batch or 1, heads or 1, queries, keys]`, bools or numbers, in host memory.
-    bias: Option<Bound<'py, PyAny>>,
-    /// The same of one row for all queries: `[batch or 1, heads or 1, keys]`.
-    key_bias: Option<Bound<'py, PyAny>>,
+    /// A bias: whether it is added, its batch entries and heads, and whether all queries share one
+    /// row.
+    bias: Option<(bool, u32, u32, bool)>,
+    /// The helpers that may have a share, by name; all if it is not given.
+    names: Option<Vec<String>>,
     wire: String,
     gradients: bool,
     /// `[batch, queries, query heads, dim]`.
@@ -30,7 +32,7 @@ pub(crate) struct CallOptions<'py> {
     dtype: String,
 }
 
-impl CallOptions<'_> {
+impl CallOptions {
     /// The shape of the call; without its bias.
     pub(crate) fn shape(&self) -> Result<Shape> {
         let [batch, q_len, q_heads, head_dim] = self.q;
@@ -39,32 +41,44 @@ impl CallOptions<'_> {
         Ok(Shape { batch, q_len, kv_len, q_heads, kv_heads, head_dim, dtype })
     }
 
-    /// The call, with its bias.
+    pub(crate) fn names(&self) -> Option<&[String]> {
+        self.names.as_deref()
+    }
+
+    /// The call, without the rows of its bias.
     pub(crate) fn call(&self) -> Result<Call> {
-        let bias = match (&self.bias, &self.key_bias) {
-            (Some(array), _) => Some((array, Form::Bias)),
-            (None, Some(array)) => Some((array, Form::KeyBias)),
-            (None, None) => None,
-        };
-        let bias = bias.map(|(array, form)| bias_of(array, form)).transpose()?;
-        if let Some((tensor, _, [rows, keys])) = &bias {
-            let wanted = if tensor.shared_rows { 1 } else { self.q[1] };
-            if (*rows, *keys) != (wanted, self.kv[1]) {
-                return Err(Error::request(
-                    format!("a mask of {rows} rows and {keys} keys, for {wanted} and {}", self.kv[1]),
-                    "give it a row for each query, and each key",
-                ));
-            }
-        }
+        let bias = self.bias.map(|(is_added, batch, heads, shared_rows)| {
+            let kind = if is_added { BiasKind::Additive } else { BiasKind::Mask };
+            (BiasTensor { kind, batch, heads, shared_rows }, Bytes::new())
+        });
         Ok(Call {
             mask: self.mask.parse::<Mask>()?,
             scale: Some(self.scale),
-            bias: bias.map(|(tensor, rows, _)| (tensor, rows)),
+            bias,
             wire: self.wire.parse::<WireFormat>()?,
             gradients: self.gradients,
             ..Call::default()
         })
     }
+}
+
+/// The call with the rows of its bias: `[batch or 1, heads or 1, queries, keys]`, or without the
+/// axis of queries if they share one row.
+pub(super) fn with_bias(call: &Call, shape: &Shape, array: Option<&Bound<'_, PyAny>>) -> Result<Call> {
+    let (Some((tensor, _)), Some(array)) = (&call.bias, array) else { return Ok(call.clone()) };
+    let form = if tensor.shared_rows { Form::KeyBias } else { Form::Bias };
+    let (given, bytes, [rows, keys]) = bias_of(array, form)?;
+    let wanted = if tensor.shared_rows { 1 } else { shape.q_len };
+    if given != *tensor || (rows, keys) != (wanted, shape.kv_len) {
+        return Err(Error::request(
+            format!(
+                "a mask {given:?} of {rows} rows and {keys} keys, for {tensor:?} of {wanted} and {}",
+                shape.kv_len
+            ),
+            "give it a row for each query, and each key",
+        ));
+    }
+    Ok(Call { bias: Some((given, bytes)), ..call.clone() })
 }
 
 /// Key/value heads and rows of a part, as two half-open ranges.

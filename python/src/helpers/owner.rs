@@ -1,5 +1,6 @@
 //! The owner of calls, with the doors for its helpers.
 
+use std::mem::ManuallyDrop;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use kyklos_helpers::{Door, HelperOptions, Invitations, Joining, OwnerOptions, he
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use super::call::{CallOptions, Flight, PartArrays, SharedCall, inputs};
+use super::call::{CallOptions, Flight, PartArrays, SharedCall, inputs, with_bias};
 use crate::devices::Chosen;
 use crate::errors;
 use crate::tensors::outputs::{Array, Fetched};
@@ -18,10 +19,24 @@ use crate::tensors::place::Place;
 /// The owner of calls. Every method may be called from any thread.
 #[pyclass(frozen, module = "kyklos._kyklos")]
 pub(crate) struct Owner {
-    owner: Mutex<kyklos_helpers::Owner>,
+    owner: ManuallyDrop<Mutex<kyklos_helpers::Owner>>,
     joining: Joining,
-    doors: Mutex<Vec<Door>>,
+    doors: ManuallyDrop<Mutex<Vec<Door>>>,
     place: Place,
+    /// A child of this process after `fork` has none of its threads.
+    process: u32,
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        if self.process == std::process::id() {
+            // SAFETY: this is the only place that drops them, and it runs once.
+            unsafe {
+                ManuallyDrop::drop(&mut self.doors);
+                ManuallyDrop::drop(&mut self.owner);
+            }
+        }
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -39,7 +54,13 @@ impl Owner {
         (options.check, options.always) = (check, always);
         let owner = kyklos_helpers::Owner::new(options);
         let joining = owner.joining();
-        Self { owner: Mutex::new(owner), joining, doors: Mutex::default(), place: Place::new(Device::cpu()) }
+        Self {
+            owner: ManuallyDrop::new(Mutex::new(owner)),
+            joining,
+            doors: ManuallyDrop::default(),
+            place: Place::new(Device::cpu()),
+            process: std::process::id(),
+        }
     }
 
     /// Opens the door of an invitation.
@@ -102,16 +123,16 @@ impl Owner {
     }
 
     /// How a call is shared; `None`: the caller computes all of it.
-    fn decide(&self, py: Python<'_>, options: CallOptions<'_>) -> PyResult<Option<SharedCall>> {
+    fn decide(&self, py: Python<'_>, options: CallOptions) -> PyResult<Option<SharedCall>> {
         let described = options.shape().and_then(|shape| Ok((options.call()?, shape)));
         let (call, shape) = described.map_err(|error| errors::of_call(py, &error))?;
-        let forecast = py.detach(|| lock(&self.owner).decide(&call, &shape));
+        let forecast = py.detach(|| lock(&self.owner).decide_among(&call, &shape, options.names()));
         let forecast = forecast.map_err(|error| errors::of_call(py, &error))?;
         Ok((!forecast.shares.is_empty()).then_some(SharedCall { call, shape, forecast }))
     }
 
     /// A call has taken so long without helpers.
-    fn learn_alone(&self, py: Python<'_>, options: CallOptions<'_>, seconds: f64) -> PyResult<()> {
+    fn learn_alone(&self, py: Python<'_>, options: CallOptions, seconds: f64) -> PyResult<()> {
         let described = options.shape().and_then(|shape| Ok((options.call()?, shape)));
         let (call, shape) = described.map_err(|error| errors::of_call(py, &error))?;
         py.detach(|| lock(&self.owner).learn_alone(&call, &shape, seconds));
@@ -137,6 +158,7 @@ impl Owner {
         py: Python<'_>,
         shared: &SharedCall,
         arrays: Vec<Vec<PartArrays<'_>>>,
+        bias: Option<&Bound<'_, PyAny>>,
         copying_s: f64,
     ) -> PyResult<Flight> {
         let of_share =
@@ -144,6 +166,7 @@ impl Owner {
         let imported: kyklos::Result<Vec<Vec<_>>> = arrays.iter().map(of_share).collect();
         let imported = imported.map_err(|error| errors::of_call(py, &error))?;
         let SharedCall { call, shape, forecast } = shared;
+        let call = &with_bias(call, shape, bias).map_err(|error| errors::of_call(py, &error))?;
         let copying = Duration::try_from_secs_f64(copying_s).unwrap_or_default();
         let flight = py.detach(|| lock(&self.owner).begin(call, shape, forecast.clone(), imported, copying));
         let flight = flight.map_err(|error| errors::of_call(py, &error))?;
