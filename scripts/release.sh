@@ -102,7 +102,7 @@ part_crates() {
     for name in "${packages[@]}"; do tar -xzf "$result/$name-$version.crate" -C "$work/unpacked"; done
     options=()
     for name in "${packages[@]}"; do
-        [ "$name" != kyklos-cli ] && grep -qx "name = \"$name\"" "$lock" || continue
+        if [ "$name" = kyklos-cli ] || ! grep -qx "name = \"$name\"" "$lock"; then continue; fi
         options+=(--config "patch.crates-io.$name.path='$work/unpacked/$name-$version'")
     done
     awk '/^name = / { ours = /"kyklos/ } !(ours && /^(source|checksum) = /)' "$lock" >"$work/lock" && mv "$work/lock" "$lock"
