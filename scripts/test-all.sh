@@ -26,6 +26,11 @@ part python scripts/test-python.sh
 part namespaces scripts/test-namespaces.sh --all target/release/kyklos
 part newest-mesa scripts/test-newest-mesa.sh
 part soak scripts/soak.sh 3
+if command -v npm >/dev/null; then
+    part workflows scripts/check/workflows.sh
+else
+    left_out+=("workflows: there is no npm here")
+fi
 if missing=$(scripts/check/amx.sh --check 2>&1); then
     part amx scripts/check/amx.sh
 else
