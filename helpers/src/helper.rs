@@ -160,15 +160,22 @@ impl Helper {
         Ok(())
     }
 
-    /// A device that cannot attend so answers with zeros.
+    /// A device that cannot attend so answers with zeros. With one that has failed the helper is no
+    /// help any more.
     fn measure(&self, op: u64, shape: &Shape5) -> Result<()> {
-        let measured = self.measured(shape).unwrap_or_else(|error| {
-            (self.options.on_event)(&HelperEvent::Refused(error.to_string()));
-            Measured { pairs_per_s: 0, step_ns: 0 }
-        });
+        let (measured, failed) = match self.measured(shape) {
+            Ok(measured) => (measured, None),
+            Err(error) => {
+                (self.options.on_event)(&HelperEvent::Refused(error.to_string()));
+                (Measured { pairs_per_s: 0, step_ns: 0 }, Some(error))
+            }
+        };
         let answer = Bytes::copy_from_slice(bytemuck::bytes_of(&measured));
         pollster::block_on(self.group.post_send(OWNER, piece_tags(op, 0)[0], vec![answer], MESSAGE))?;
-        Ok(())
+        match failed {
+            Some(error @ Error::Device { .. }) => Err(error),
+            _ => Ok(()),
+        }
     }
 
     fn measured(&self, shape: &Shape5) -> Result<Measured> {
