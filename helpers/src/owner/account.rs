@@ -62,7 +62,6 @@ impl Owner {
         // At most a hundredth of the call goes into checks; the first results of a helper are checked.
         let seldom = (self.checking_s / (alone_s * 0.01).max(1e-6)).ceil().clamp(1.0, 1e6);
         let is_first = !self.checked.contains(&number);
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped")]
         if !self.options.check || (!is_first && self.checker.random(seldom as u32) != 0) {
             return Ok(());
         }

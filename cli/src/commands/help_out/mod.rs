@@ -38,7 +38,7 @@ pub(crate) struct HelpOutArgs {
     )]
     device: DeviceRequest,
     /// Most bytes of tensors that this helper takes at a time, such as 6GiB; the owner then sends
-    /// smaller pieces [default: no limit but the device's]
+    /// smaller pieces [default: half of this machine's memory]
     #[arg(long, value_name = "BYTES")]
     memory: Option<ByteSize>,
     /// End when the owner needs no help any more, or is gone, instead of waiting for it
