@@ -1,6 +1,7 @@
 //! The helper's side: computes what the owner sends.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -59,8 +60,8 @@ impl Default for HelperOptions {
     }
 }
 
-impl std::fmt::Debug for HelperOptions {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for HelperOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HelperOptions").field("memory_bytes", &self.memory_bytes).finish_non_exhaustive()
     }
 }
@@ -185,10 +186,8 @@ impl Helper {
         let elements = u64::from(*q_heads.max(kv_heads)).saturating_mul(u64::from(*head_dim) * 4 * 8192);
         let bytes = elements.saturating_mul(dtype.bytes() as u64);
         if self.options.memory_bytes.is_some_and(|memory| bytes > memory) {
-            return Err(Error::request(
-                format!("a measurement that needs {bytes} bytes"),
-                "give the helper more memory",
-            ));
+            let what = format!("a measurement that needs {bytes} bytes");
+            return Err(Error::request(what, "give the helper more memory"));
         }
         let problem = AttentionProblem::new([1, 256, *q_heads, *kv_heads, *head_dim], dtype, Mask::full())?;
         let capacity = pollster::block_on(self.device.measure(&problem, Arc::new(SystemClock::new())))?;

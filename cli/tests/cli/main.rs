@@ -7,6 +7,8 @@ mod calls;
 #[cfg(target_os = "linux")]
 mod cuda;
 mod devices;
+#[cfg(target_os = "linux")]
+mod exit_codes;
 #[path = "../../../tests/free_address.rs"]
 mod free_address;
 mod groups;

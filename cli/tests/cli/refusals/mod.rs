@@ -7,7 +7,6 @@ mod bias;
 mod caches;
 mod descriptions;
 mod devices;
-mod exit_codes;
 mod files;
 mod groups;
 mod helpers;
@@ -40,20 +39,20 @@ fn of_program(commands: &[&str]) -> String {
 
 /// Where command lines run: `DIR` in them is a folder with the files of `made.rs`, `PORT` a port
 /// that nobody has.
-struct Place {
+pub(crate) struct Place {
     folder: TempDir,
     port: u16,
 }
 
 impl Place {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let place = Self { folder: tempfile::tempdir().unwrap(), port: free_address().port() };
         made::make(place.folder.path());
         place
     }
 
     /// The process of a command line. Words with `=` before its command are environment variables.
-    fn start(&self, line: &str) -> Child {
+    pub(crate) fn start(&self, line: &str) -> Child {
         let line = in_full(line).replace(":PORT", &format!(":{}", self.port)).replace("DIR", &self.path());
         let (variables, arguments) = in_parts(&line);
         let mut command = command(&arguments);
@@ -62,7 +61,7 @@ impl Place {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    fn path(&self) -> String {
+    pub(crate) fn path(&self) -> String {
         self.folder.path().to_str().unwrap().to_owned()
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use super::Place;
+use crate::refusals::Place;
 use crate::support::*;
 
 /// Every example of the table ends with the code of its row. Files are those of `made.rs`.
