@@ -45,6 +45,11 @@ const COMMANDS: &[&str] = &[
 ];
 
 #[test]
+fn helpers() {
+    transcript_holds("helpers", &of_program(HELPERS));
+}
+
+#[test]
 fn groups() {
     transcript_holds("groups", &(of_program(COMMANDS) + &of_neighbours()));
 }
@@ -169,3 +174,21 @@ impl Observer for Fails {
         }
     }
 }
+
+/// Of helpers and of their invitations.
+const HELPERS: &[&str] = &[
+    "help-out kyklos1.nothing",
+    "help-out TOKEN --device tpu",
+    "help-out TOKEN --memory much",
+    "KYKLOS_JOIN=x help-out --device cpu",
+    "helpers invite ../x --address studio",
+    "helpers invite kitchen --address studio:29700",
+    "helpers invite kitchen --port 0",
+    "helpers remove kitchen",
+    "KYKLOS_ANNOUNCE=no help-out",
+    "helpers forecast --device tab",
+    "helpers forecast --helper-speed 0",
+    "helpers forecast --pairs-per-s many",
+    "helpers forecast --link wifi",
+    "helpers forecast --wire f4",
+];

@@ -9,7 +9,6 @@ mod descriptions;
 mod devices;
 mod files;
 mod groups;
-mod helpers;
 mod launchers;
 mod made;
 mod masks;
