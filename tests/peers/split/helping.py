@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Models with helpers in other network namespaces: times alone, with helpers, and predicted (needs root, for namespaces and quotas).
 
-Usage: helping.py [--quotas 100 100] [--mbit 1000] [--forwards 8] [--faults]
+Usage: helping.py [--quotas 100 100] [--mbit 1000] [--forwards 8] [--only wan] [--faults]
 
 The owner and one helper are processes with one thread each, in network namespaces of their own with a link of so many Mbit/s (0: no limit),
 and so many percent of a core each. Each model is unmodified. In turns: forwards without helpers, and in a block of them. Prints CSV:
@@ -30,6 +30,8 @@ def models():
     import transformers
 
     torch.manual_seed(0)
+    if not torch.cuda.is_available():
+        torch.cuda.is_current_stream_capturing = lambda: False
     torch.set_num_threads(1)
 
     def wan(frames, side):
@@ -121,6 +123,8 @@ def owner(args):
         if args.faults:
             return faults(args, helpers, timed, models()["wan, 4800 tokens"])
         for name, forward in models().items():
+            if not name.startswith(args.only):
+                continue
             timed(forward, 1)
             with helpers:
                 for _ in range(4):
@@ -183,6 +187,7 @@ def main():
     parser.add_argument("--quotas", type=int, nargs=2, default=[100, 100])
     parser.add_argument("--mbit", type=int, default=1000)
     parser.add_argument("--forwards", type=int, default=8)
+    parser.add_argument("--only", default="", help="models whose names begin so")
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -200,7 +205,7 @@ def main():
         from kyklos._kyklos import Owner
 
         token = Owner.invite("peer", f"{HOSTS[0]}:29700")
-        options = ["--quotas", *map(str, args.quotas), "--mbit", str(args.mbit), "--forwards", str(args.forwards)]
+        options = ["--quotas", *map(str, args.quotas), "--mbit", str(args.mbit), "--forwards", str(args.forwards), "--only", args.only]
         options += ["--faults"] if args.faults else []
 
         def start(number, part, **given):
