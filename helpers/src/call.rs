@@ -133,7 +133,7 @@ impl Part {
         }
     }
 
-    /// Its options: without the rows of a bias, which are [`Self::bias_rows`].
+    /// Its options, with its rows of a bias.
     pub fn call(&self, call: &Call, shape: &Shape) -> Call {
         let heads = self.q_heads(shape);
         let of_heads =

@@ -82,6 +82,12 @@ impl Invitations {
     pub fn remove(&self, name: &str) -> Result<()> {
         let path = self.path(name)?;
         std::fs::remove_file(&path).map_err(|error| {
+            if error.kind() == std::io::ErrorKind::NotFound {
+                return Error::request(
+                    format!("there is no invitation for {name:?}"),
+                    "look which there are",
+                );
+            }
             Error::request(
                 format!("cannot remove the invitation {}: {error}", path.display()),
                 "look which there are",

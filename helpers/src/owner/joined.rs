@@ -78,7 +78,7 @@ impl Owner {
                 std::mem::take(&mut self.links).into_iter().partition(Link::is_lost);
             self.links = here;
             for link in lost {
-                self.status_of(&link.name.clone()).lost("its group has ended".to_owned());
+                self.status_of(&link.name.clone()).lost("the connection has ended".to_owned());
                 self.forget(link.number);
                 let_go(link);
             }
@@ -117,7 +117,9 @@ impl Owner {
         measure: impl FnOnce(&mut Link) -> Result<()> + Send + 'static,
     ) {
         let mut link = self.links.remove(index);
-        self.status_of(&link.name.clone()).state = HelperState::Measuring;
+        let status = self.status_of(&link.name.clone());
+        status.state = HelperState::Measuring;
+        "its speed is being measured".clone_into(&mut status.why);
         let (number, returns) = (link.number, self.returns.clone());
         self.away.insert(number, link.name.clone());
         std::thread::spawn(move || {

@@ -146,7 +146,12 @@ impl Owner {
             let first = helpers.first().filter(|_| self.options.always)?;
             Some([first.1.device.pairs_per_s; 2])
         });
-        let (Some([alone_pairs_per_s, beside]), false) = (own, helpers.is_empty()) else {
+        if helpers.is_empty() {
+            self.not_asked(None, "it cannot compute such calls, or has work");
+            return Ok(alone(0.0));
+        }
+        let Some([alone_pairs_per_s, beside]) = own else {
+            self.not_asked(None, "the first calls of a kind are made without helpers, to see what they take");
             return Ok(alone(0.0));
         };
         let alone_s = pairs / alone_pairs_per_s;
@@ -185,7 +190,9 @@ impl Owner {
                 forecast.is_some_and(|forecast| forecast.shares.iter().any(|share| share.helper == *number));
             if !has_share {
                 let name = name.clone();
-                why.clone_into(&mut self.status_of(&name).why);
+                let status = self.status_of(&name);
+                status.fraction = 0.0;
+                why.clone_into(&mut status.why);
             }
         }
     }

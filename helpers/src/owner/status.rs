@@ -76,7 +76,7 @@ impl HelperStatus {
 
     pub(super) fn joined(&mut self, link: &Link) {
         self.device.clone_from(&link.hello.device);
-        self.why.clear();
+        "no call has been long enough yet".clone_into(&mut self.why);
     }
 
     pub(super) fn sent(&mut self, share: &Share) {

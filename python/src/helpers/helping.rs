@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use kyklos_helpers::{HelperEvent, HelperOptions, Knock, help};
-use kyklos_transport::Group;
+use kyklos_transport::{Abort, AbortCause, Group, Progress, Rank, TransportError};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
@@ -65,7 +65,12 @@ pub(crate) fn help_out(
                     return;
                 }
                 Ok(()) => Told::Away("the owner needs no help now".to_owned()),
-                Err(error) if Knock::may_try_again(&error) => Told::Away(error.to_string()),
+                Err(kyklos::Error::Transport(TransportError::Aborted { abort, .. })) => {
+                    Told::Away(format!("the owner is gone: {}", abort.cause.text()))
+                }
+                Err(error) if Knock::may_try_again(&error) => {
+                    Told::Away(format!("waiting for the owner: {error}"))
+                }
                 Err(error) => Told::Ended(error),
             };
             let is_end = matches!(told, Told::Ended(_));
@@ -108,6 +113,12 @@ pub(crate) fn help_out(
     stopped.store(true, Ordering::SeqCst);
     let group = current.lock().unwrap_or_else(PoisonError::into_inner).take();
     if let Some(group) = group {
+        // The owner learns of it at once, and computes the share itself.
+        group.abort(Abort {
+            culprit: Rank(1),
+            cause: AbortCause::Failed("the helper was stopped on its machine".to_owned()),
+            progress: Progress::default(),
+        });
         drop(py.detach(|| pollster::block_on(group.close(LEAVING))));
     }
     ended

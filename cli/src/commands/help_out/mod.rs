@@ -91,7 +91,11 @@ fn run(args: &HelpOutArgs) -> Result<()> {
         watch.left(helped.as_ref().err());
         if args.once {
             watch.sum_up();
-            return Ok(helped?);
+            // Told above: an owner that is gone is an end as good as another.
+            return match helped {
+                Err(Error::Transport(_)) => Ok(()),
+                helped => Ok(helped?),
+            };
         }
         // Who comes again at once is not wanted, or does not work.
         pause = if began.elapsed() > LONG_STAY { FIRST_PAUSE } else { (pause * 2).min(LONGEST_PAUSE) };

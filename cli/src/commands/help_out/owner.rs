@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kyklos::Error;
 use kyklos_helpers::{Knock, OwnerSearch};
 use kyklos_launch::HostPort;
-use kyklos_transport::{Group, harmless};
+use kyklos_transport::{BootstrapKind, Group, harmless};
 
 use crate::failure::{Failure, Result, note};
 
@@ -66,8 +66,7 @@ impl Owner {
                 }
             }
             if !is_told {
-                let (place, why) = (self.given_place(), harmless(&error.to_string()));
-                note(&format!("waiting for the owner at {place} (rank 0): {why}"));
+                note(&self.waiting(&error));
                 is_told = true;
             }
             match &mut search {
@@ -84,6 +83,22 @@ impl Owner {
                 Some(_) => std::thread::sleep(PAUSE),
             }
         }
+    }
+
+    /// What this helper waits for, in words that know of no ranks.
+    fn waiting(&self, error: &Error) -> String {
+        let place = self.given_place();
+        let is_resolved = place.to_socket_addrs().is_ok_and(|mut addresses| addresses.next().is_some());
+        let why = match error {
+            _ if !is_resolved => "its name cannot be resolved: write its address with --address".to_owned(),
+            Error::Transport(error) if error.bootstrap_kind() == BootstrapKind::Other => format!(
+                "no answer yet. Does a program with kyklos.helpers() run there, is there still the invitation, and does UDP get \
+                 through? ({})",
+                harmless(&error.to_string())
+            ),
+            error => harmless(&error.to_string()),
+        };
+        format!("waiting for the owner at {place}: {why}")
     }
 
     fn given(&self) -> Vec<SocketAddr> {

@@ -55,7 +55,7 @@ pub(crate) fn helpers(args: &HelpersArgs) -> Result<()> {
         HelpersCommand::Remove(RemoveArgs { name }) => {
             Invitations::of_user()?.remove(name)?;
             note(&format!(
-                "the token of {name} lets nobody in any more; an owner that runs now forgets it at its next start"
+                "the token of {name} lets nobody in any more, but for programs that run now: they take it until they end"
             ));
             Ok(())
         }
