@@ -1,4 +1,4 @@
-//! What an owner makes of what has come back: checks, and what it learns.
+//! The results of helpers: they are checked, and their times correct the speeds that are known.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ impl Owner {
         self.account(flight.land(), own_s)
     }
 
-    /// Checks what has come back, and learns from it.
+    /// Checks the results of helpers, and corrects the speeds that are known by their times.
     ///
     /// # Errors
     /// As [`Self::finish`].

@@ -1,4 +1,4 @@
-//! The owner's side: who helps, with what, and what comes back.
+//! The owner of calls: its helpers, and how a call is shared with them.
 
 mod account;
 mod attend;
@@ -31,8 +31,8 @@ pub use status::{HelperState, HelperStatus};
 pub struct OwnerOptions {
     /// Whether a row of each helper's results is computed again, and compared.
     pub check: bool,
-    /// Whether helpers are used where the forecast says that they do not pay, and without
-    /// measurements: for tests and demonstrations.
+    /// Whether helpers are used where the forecast says that they do not pay, without measurements,
+    /// and waited for: for tests and demonstrations.
     pub always: bool,
 }
 
@@ -172,6 +172,10 @@ impl Owner {
             let index = usize::try_from(share.helper).unwrap_or(usize::MAX);
             share.helper = helpers.get(index).map_or(u64::MAX, |(number, _)| *number);
         }
+        if self.options.always {
+            // A loaded machine makes no test's helper late.
+            forecast.total_s = forecast.total_s.max(ALWAYS_S);
+        }
         let known = self.classes.entry(class).or_default();
         for (number, _) in &helpers {
             if forecast.shares.iter().all(|share| share.helper != *number) {
@@ -283,6 +287,8 @@ fn as_if_it_paid(speed: &mut HelperSpeed) {
     speed.link.down_bytes_per_s = f64::INFINITY;
 }
 
+/// For so long a call waits for helpers that are always used, and half as long again.
+const ALWAYS_S: f64 = 60.0;
 /// Of host memory, until it is measured.
 const COPIES_BYTES_PER_S: f64 = 4e9;
 /// Shorter calls are not looked at: (query, key) pairs of all heads.
