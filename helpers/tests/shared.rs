@@ -12,7 +12,10 @@ use kyklos::{
     half, in_process_group,
 };
 use kyklos_backend_suite::DoNothing;
-use kyklos_helpers::{Call, HelperEvent, HelperOptions, HelperState, Owner, OwnerOptions, Shape, help};
+use kyklos_helpers::{
+    Call, Cuts, DeviceSpeed, HelperEvent, HelperOptions, HelperSpeed, HelperState, LinkSpeed, Owner,
+    OwnerOptions, OwnerSpeed, Shape, help,
+};
 
 /// Numbers of about normal size, the same for the same arguments.
 fn numbers(count: usize, seed: u64) -> Vec<f32> {
@@ -169,6 +172,46 @@ fn shared_calls_are_those_of_one_device_to_the_bit() {
     drop(owner);
     let served: Vec<u64> = helpers.into_iter().map(Helper::served).collect();
     assert!(served.iter().sum::<u64>() >= cases().len() as u64 && !served.contains(&0), "{served:?}");
+}
+
+/// Speeds decide where a call is cut, and nothing else.
+#[test]
+fn a_call_has_the_same_bits_wherever_it_is_cut() {
+    let call = Call { mask: Mask::causal(), ..Call::default() };
+    let case = Case { shape: shape(1, 1100, 1100, 4, 1, Dtype::F32), call };
+    let [q, k, v, _] = case.tensors();
+    let attend = |case: &Case, [q, k, v]: [&Tensor; 3]| {
+        let attention = case.attention().execution(Execution::new().inference(true));
+        alone().attend(&attention, q, k, v).unwrap().o
+    };
+    let wanted = bytes(&attend(&case, [&q, &k, &v]));
+    let row_bytes = wanted.len() / 1100;
+    let device = DeviceSpeed { pairs_per_s: 1e9, step_s: 1e-6 };
+    let owner = OwnerSpeed { device, alone_pairs_per_s: 1e9, copies_bytes_per_s: 1e12 };
+    let mut seen = Vec::new();
+    // Helpers and links of all speeds: slower and faster than the owner.
+    for step in 0..400_u32 {
+        let [pairs_per_s, bytes_per_s] =
+            [step % 20, step / 20].map(|step| 10_f64.powf(7.0 + f64::from(step) * 0.2));
+        let link = LinkSpeed { up_bytes_per_s: bytes_per_s, down_bytes_per_s: bytes_per_s, hop_s: 1e-6 };
+        let device = DeviceSpeed { pairs_per_s, step_s: 1e-6 };
+        let helper = HelperSpeed { device, link, memory_bytes: None, slowness: 1.0 };
+        let forecast = Cuts::new(&case.call, &case.shape, 2)
+            .unwrap()
+            .forecast(&owner, &[helper, helper][step as usize % 2..]);
+        for part in forecast.own.iter().chain(forecast.shares.iter().flat_map(|share| &share.parts)) {
+            if seen.contains(part) {
+                continue;
+            }
+            let of_part = Case { shape: part.shape(&case.shape), call: part.call(&case.call, &case.shape) };
+            let q = part.of_queries(&q, &case.shape).unwrap();
+            let o = bytes(&attend(&of_part, [&q, &k, &v]));
+            let [start, end] = [part.rows.start, part.rows.end].map(|row| row as usize * row_bytes);
+            assert!(o == wanted[start..end], "{part:?}");
+            seen.push(part.clone());
+        }
+    }
+    assert!(seen.len() > 4, "{seen:?}");
 }
 
 /// Sums of a gradient may have another order with other heads beside it: nothing else may differ.

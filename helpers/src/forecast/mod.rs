@@ -116,14 +116,8 @@ impl Cuts {
         let problem = call.problem(shape)?;
         // The gradients of keys are sums over all rows: these calls are cut into heads only.
         let wanted = SLOTS_PER_DEVICE * (u32::try_from(helpers).unwrap_or(64) + 1);
-        let most = if call.gradients { 1 } else { (shape.q_len / LEAST_ROWS).max(1) };
-        let count = wanted.div_ceil(shape.kv_heads.max(1)).clamp(1, most);
-        let rows = shape.q_len.div_ceil(count).next_multiple_of(ROWS);
-        let starts = (0..count).map(|block| (block * rows).min(shape.q_len));
-        let blocks: Vec<_> = starts
-            .map(|start| start..(start + rows).min(shape.q_len))
-            .filter(|rows| !rows.is_empty() || shape.q_len == 0)
-            .collect();
+        let wanted = if call.gradients { 1 } else { wanted.div_ceil(shape.kv_heads.max(1)) };
+        let blocks = cut(0..shape.q_len, wanted);
         let products = if call.gradients { GRADIENT_WORK } else { 1.0 };
         let pairs =
             |rows: &Range<u32>| visible_pairs(&problem, rows.clone()) * f64::from(shape.group()) * products;
@@ -189,14 +183,9 @@ impl Cuts {
             } else if self.gradients || count == 1 {
                 pieces.push(part);
             } else {
-                let length = part.rows.end - part.rows.start;
-                let each = length.div_ceil(count.div_ceil(heads)).next_multiple_of(ROWS).max(LEAST_ROWS);
-                let mut start = part.rows.start;
-                while start < part.rows.end {
-                    let end = (start + each).min(part.rows.end);
-                    pieces.push(Part { kv_heads: part.kv_heads.clone(), rows: start..end });
-                    start = end;
-                }
+                let rows = cut(part.rows.clone(), count.div_ceil(heads));
+                let piece = |rows| Part { kv_heads: part.kv_heads.clone(), rows };
+                pieces.extend(rows.into_iter().map(piece));
             }
         }
         pieces
@@ -364,6 +353,22 @@ impl Cuts {
     }
 }
 
+/// Rows in at most `most` blocks of about the same length, none shorter than rows that fill
+/// kernels. A short block would be computed by the kernels of decoding, whose sums have another
+/// order.
+fn cut(rows: Range<u32>, most: u32) -> Vec<Range<u32>> {
+    let length = rows.end - rows.start;
+    let count = most.min(length / LEAST_ROWS).max(1);
+    let at = |block: u32| match block {
+        block if block == count => rows.end,
+        block => {
+            let before = u64::from(length) * u64::from(block) / u64::from(count);
+            rows.start + u32::try_from(before).unwrap_or(length) / ROWS * ROWS
+        }
+    };
+    (0..count).map(|block| at(block)..at(block + 1)).collect()
+}
+
 #[expect(clippy::cast_precision_loss, reason = "bytes, to a few digits")]
 fn float(bytes: u64) -> f64 {
     bytes as f64
@@ -373,7 +378,7 @@ fn float(bytes: u64) -> f64 {
 const MOST_MASK_BYTES: usize = 1 << 20;
 /// So many blocks for each device make a share exact to some percents.
 const SLOTS_PER_DEVICE: u32 = 12;
-/// Rows of a block are a multiple of it, as kernels take them.
+/// Blocks begin at multiples of it, as kernels take rows.
 const ROWS: u32 = 64;
 /// A piece with fewer rows has more keys than queries to send.
 const LEAST_ROWS: u32 = 256;

@@ -58,6 +58,25 @@ fn shares_follow_speeds_and_cover_the_call() {
 }
 
 #[test]
+fn no_block_of_rows_is_short() {
+    for length in (0..3000).chain([6401, 9217, 12_801, 1 << 20, u32::MAX - 64]) {
+        for most in [1, 2, 3, 5, 16, 36] {
+            let blocks = cut(64..64 + length, most);
+            let ends = blocks.iter().map(|rows| rows.end);
+            assert!(blocks.iter().map(|rows| rows.start).eq([64].into_iter().chain(ends).take(blocks.len())));
+            assert!(
+                blocks.len() <= most as usize && blocks.last().is_some_and(|rows| rows.end == 64 + length)
+            );
+            let least = LEAST_ROWS - ROWS;
+            assert!(
+                blocks.len() == 1 || blocks.iter().all(|rows| rows.end - rows.start > least),
+                "{blocks:?}"
+            );
+        }
+    }
+}
+
+#[test]
 fn a_helper_that_does_not_pay_is_left_out() {
     let (shape, call) = (shape(40, 8192), Call::default());
     let cuts = Cuts::new(&call, &shape, 2).unwrap();
