@@ -24,6 +24,8 @@ pub struct Door {
 #[derive(Debug)]
 struct Shared {
     name: String,
+    /// Where it listens.
+    address: SocketAddr,
     closed: AtomicBool,
     /// Why nobody could come in, if that is the door's own fault.
     fault: Mutex<Option<String>>,
@@ -35,6 +37,7 @@ impl Door {
     pub fn open(name: &str, invitation: Invitation, joining: Joining) -> Self {
         let shared = Arc::new(Shared {
             name: name.to_owned(),
+            address: owner_address(&invitation),
             closed: AtomicBool::new(false),
             fault: Mutex::default(),
         });
@@ -54,6 +57,11 @@ impl Door {
     /// The name of the helper.
     pub fn name(&self) -> &str {
         &self.shared.name
+    }
+
+    /// Whether it listens where this invitation says.
+    pub fn is_of(&self, invitation: &Invitation) -> bool {
+        self.shared.address == owner_address(invitation)
     }
 
     /// Why no helper can come in through this door, such as a port that another program has.

@@ -1,10 +1,13 @@
 //! The invitations of an owner, a file each, by the name of the helper.
 
+use std::net::{Ipv6Addr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kyklos::{Error, Result};
 use kyklos_transport::quic::{Invitation, InvitationTerms};
+
+use crate::local_network::local_address;
 
 /// A folder of invitations. Each lets one helper in, and holds private keys: only its user can read
 /// it.
@@ -14,8 +17,8 @@ use kyklos_transport::quic::{Invitation, InvitationTerms};
 ///
 /// let folder = std::env::temp_dir().join(format!("kyklos-invitations-{}", std::process::id()));
 /// let invitations = Invitations::in_folder(&folder);
-/// let kitchen = invitations.create("kitchen", "10.0.0.7:29700")?;
-/// assert!(kitchen.token().to_string().ends_with("@10.0.0.7:29700"));
+/// let kitchen = invitations.invite("kitchen", Some("10.0.0.7"), Some(29_701))?;
+/// assert!(kitchen.token().to_string().ends_with("@10.0.0.7:29701"));
 /// assert_eq!(invitations.names()?, ["kitchen"]);
 /// invitations.remove("kitchen")?;
 /// # std::fs::remove_dir_all(&folder).ok();
@@ -41,30 +44,89 @@ impl Invitations {
         Ok(Self(folder.join("helpers")))
     }
 
-    /// Makes an invitation for one helper, which finds the owner at `place`, `HOST:PORT`. It holds
-    /// for a year.
+    /// The invitation for one helper: a new one, which holds for a year, or that of this name, at
+    /// another place if one is given. The helper finds the owner at `host`, a name or an address,
+    /// by default this machine's on the local network; and at the UDP port `port`, by default
+    /// the first from 29700 that is free and in no other invitation.
     ///
     /// # Errors
-    /// [`Error::Request`] for a name that is taken or none, [`Error::Transport`] for a place that
-    /// is none, or a folder that cannot be written.
-    pub fn create(&self, name: &str, place: &str) -> Result<Invitation> {
+    /// [`Error::Request`] for a name, host or port that cannot be it, [`Error::Transport`] for a
+    /// folder that cannot be written.
+    pub fn invite(&self, name: &str, host: Option<&str>, port: Option<u16>) -> Result<Invitation> {
         let path = self.path(name)?;
-        if path.exists() {
-            return Err(Error::request(
-                format!("there is an invitation for {name:?} already"),
-                "use its token, choose another name, or remove it",
-            ));
-        }
+        let before = if path.exists() { Some(self.read(name)?) } else { None };
+        let place = self.place(name, before.as_ref(), host, port)?;
+        let invitation = match before {
+            Some(before) if before.token().place() == place => return Ok(before),
+            Some(before) => before.at(&place)?,
+            None => {
+                let terms =
+                    InvitationTerms { place: &place, size: 2, job: &format!("helper-{name}"), valid: VALID };
+                Invitation::new(&terms)?
+            }
+        };
         let cannot = |error: std::io::Error| {
             Error::request(
-                format!("cannot make the folder {}: {error}", self.0.display()),
+                format!("cannot write in the folder {}: {error}", self.0.display()),
                 "choose another folder",
             )
         };
         std::fs::create_dir_all(&self.0).map_err(cannot)?;
-        let terms = InvitationTerms { place, size: 2, job: &format!("helper-{name}"), valid: VALID };
-        Invitation::new(&terms)?.write_file(&path)?;
+        let written = self.0.join(format!("{name}.new-{}", std::process::id()));
+        // Left behind by a process of this number that was killed here.
+        std::fs::remove_file(&written).or_else(missing_is_fine).map_err(cannot)?;
+        invitation.write_file(&written)?;
+        std::fs::rename(&written, &path).map_err(cannot)?;
         self.read(name)
+    }
+
+    /// `host:port`, of what is given, what was there before, and this machine.
+    fn place(
+        &self,
+        name: &str,
+        before: Option<&Invitation>,
+        host: Option<&str>,
+        port: Option<u16>,
+    ) -> Result<String> {
+        let before = before.and_then(|invitation| invitation.token().place().rsplit_once(':'));
+        let host = match (host, before) {
+            (Some(host), _) => written_host(host)?,
+            (None, Some((host, _))) => host.to_owned(),
+            (None, None) => local_address().map(|address| address.to_string()).ok_or_else(|| {
+                Error::request(
+                    "this machine has no address on a network",
+                    "connect it, or give the address that the helper will reach",
+                )
+            })?,
+        };
+        let others = self.names()?.into_iter().filter(|other| other != name);
+        let taken: Vec<(u16, String)> =
+            others.filter_map(|other| Some((port_of(&self.read(&other).ok()?)?, other))).collect();
+        let port = match (port, before.and_then(|(_, port)| port.parse().ok())) {
+            (Some(port), _) => {
+                if let Some((_, other)) = taken.iter().find(|(taken, _)| *taken == port) {
+                    return Err(Error::request(
+                        format!("port {port} is that of the invitation for {other:?}"),
+                        "choose another port: each helper has its own",
+                    ));
+                }
+                port
+            }
+            (None, Some(port)) => port,
+            (None, None) => {
+                let is_free = |port: &u16| {
+                    taken.iter().all(|(taken, _)| taken != port)
+                        && UdpSocket::bind(("0.0.0.0", *port)).is_ok()
+                };
+                PORTS.clone().find(is_free).ok_or_else(|| {
+                    Error::request(
+                        format!("no free UDP port from {} to {}", PORTS.start(), PORTS.end()),
+                        "choose a port",
+                    )
+                })?
+            }
+        };
+        Ok(format!("{host}:{port}"))
     }
 
     /// The invitation of this name.
@@ -130,9 +192,33 @@ impl Invitations {
     }
 }
 
+/// As a token has it: an IPv6 address in brackets.
+fn written_host(host: &str) -> Result<String> {
+    let inner = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
+    match inner {
+        inner if inner.parse::<Ipv6Addr>().is_ok() => Ok(format!("[{inner}]")),
+        // With a colon it has a port too much.
+        inner if inner.is_empty() || inner != host || inner.contains([':', '[', ']']) => Err(Error::request(
+            format!("{host:?} is no name or address of a machine"),
+            "write it without a port, such as 192.168.1.7",
+        )),
+        inner => Ok(inner.to_owned()),
+    }
+}
+
+fn port_of(invitation: &Invitation) -> Option<u16> {
+    invitation.token().place().rsplit_once(':')?.1.parse().ok()
+}
+
+fn missing_is_fine(error: std::io::Error) -> std::io::Result<()> {
+    if error.kind() == std::io::ErrorKind::NotFound { Ok(()) } else { Err(error) }
+}
+
 fn is_name(name: &str) -> bool {
     (1..=40).contains(&name.len()) && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_".contains(c))
 }
 
 const ENDING: &str = ".invitation";
+/// Of owners that choose none.
+const PORTS: std::ops::RangeInclusive<u16> = 29_700..=29_999;
 const VALID: Duration = Duration::from_secs(365 * 24 * 3600);

@@ -24,9 +24,8 @@ fn wait_for(owner: &mut Owner, state: HelperState) {
 fn a_helper_joins_by_its_token_helps_goes_and_joins_again() {
     let folder = tempfile::tempdir().unwrap();
     let invitations = Invitations::in_folder(folder.path());
-    let invitation = invitations.create("kitchen", &format!("127.0.0.1:{}", free_port())).unwrap();
-    assert!(invitations.create("kitchen", "127.0.0.1:1").unwrap_err().is_request());
-    assert!(invitations.create("../kitchen", "127.0.0.1:1").unwrap_err().is_request());
+    let invitation = invitations.invite("kitchen", Some("127.0.0.1"), Some(free_port())).unwrap();
+    assert!(invitations.invite("../kitchen", Some("127.0.0.1"), None).unwrap_err().is_request());
     let token = invitation.token().to_string();
     let mut options = OwnerOptions::default();
     options.always = true;
@@ -63,8 +62,9 @@ fn a_wrong_token_and_a_port_in_use_are_told() {
     let taken = UdpSocket::bind("127.0.0.1:0").unwrap();
     let folder = tempfile::tempdir().unwrap();
     let invitations = Invitations::in_folder(folder.path());
-    let place = format!("127.0.0.1:{}", taken.local_addr().unwrap().port());
-    invitations.create("kitchen", &place).unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let place = format!("127.0.0.1:{port}");
+    invitations.invite("kitchen", Some("127.0.0.1"), Some(port)).unwrap();
     let owner = Owner::new(OwnerOptions::default());
     let door = Door::open("kitchen", invitations.read("kitchen").unwrap(), owner.joining());
     let until = Instant::now() + Duration::from_secs(60);
@@ -73,4 +73,37 @@ fn a_wrong_token_and_a_port_in_use_are_told() {
     }
     assert!(door.fault().is_some_and(|fault| fault.contains(&place)), "{:?}", door.fault());
     assert!(Knock::new("kyklos1.nothing").is_err());
+}
+
+#[test]
+fn an_invitation_keeps_its_secret_at_another_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let invitations = Invitations::in_folder(folder.path());
+    let token = |name, host, port| invitations.invite(name, host, port).unwrap().token().to_string();
+    let refused = |name, host, port: Option<u16>| {
+        let error = invitations.invite(name, host, port).unwrap_err();
+        assert!(error.is_request() || error.to_string().contains("host:port"), "{error}");
+    };
+    let kitchen = token("kitchen", Some("10.0.0.1"), Some(29_801));
+    let (secrets, _) = kitchen.split_once('@').unwrap();
+    for (host, port, place) in [
+        (None, None, "10.0.0.1:29801"),
+        (Some("fd00::1"), None, "[fd00::1]:29801"),
+        (None, Some(29_802), "[fd00::1]:29802"),
+        (Some("[fd00::2]"), None, "[fd00::2]:29802"),
+        (Some("studio.local"), Some(29_801), "studio.local:29801"),
+    ] {
+        assert_eq!(token("kitchen", host, port), format!("{secrets}@{place}"));
+        assert_eq!(invitations.read("kitchen").unwrap().token().place(), place);
+    }
+    refused("other", Some("10.0.0.1"), Some(29_801));
+    for host in ["", "10.0.0.1:29800", "[10.0.0.1]", "[studio", "a b", "http://studio"] {
+        refused("kitchen", Some(host), None);
+        refused("other", Some(host), Some(29_803));
+    }
+    let other = token("other", Some("10.0.0.1"), Some(29_803));
+    assert!(!other.starts_with(secrets));
+    refused("other", None, Some(29_801));
+    assert_eq!(invitations.names().unwrap(), ["kitchen", "other"]);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
 }

@@ -22,7 +22,7 @@ _lock = threading.RLock()
 #: helpers with other settings are asked for.
 _core: Owner | None = None
 _users = 0
-_opened: set[str] = set()
+_local: set[str] = set()
 _settings: tuple[bool, bool] = (True, False)
 
 
@@ -75,13 +75,14 @@ class Helpers:
     def invite(self, name: str, address: str | None = None, port: int | None = None) -> Invitation:
         """An invitation for one helper, whose door is open from now on.
 
-        :param name: letters, digits, ``-`` and ``_``. If there is an invitation of this name, it is returned.
+        :param name: letters, digits, ``-`` and ``_``. If there is an invitation of this name, it is returned, at the other place if one is given: its token
+            is the same but for that.
         :param address: at which the helper reaches this machine; found out by default.
         :param port: UDP, which a firewall must let in; the first from 29700 on that no invitation has.
         """
         invitation = invite(name, address, port)
         with _lock:
-            _open(self._core, [name])
+            self._core.open(name)
         if self._names is not None and name not in self._names:
             self._names.append(name)
         return invitation
@@ -168,7 +169,7 @@ def _opened_core(names: Sequence[str] | None, devices: Sequence[str], check: boo
             if _users:
                 raise RequestError(f"helpers with check={check}, beside open ones with other settings: close those first")
             _core = None
-            _opened.clear()
+            _local.clear()
         if _core is None:
             _core, _settings = Owner(check, always), (check, always)
         core = _core
@@ -176,12 +177,13 @@ def _opened_core(names: Sequence[str] | None, devices: Sequence[str], check: boo
         for name in names if names is not None else known:
             if name not in known:
                 raise RequestError(f"no invitation for {name!r}: make one with kyklos.helpers().invite({name!r})")
-        _open(core, names if names is not None else known)
+        for name in names if names is not None else known:
+            core.open(name)
         for device in devices:
             name = _of_this_machine(device)
-            if name not in _opened:
+            if name not in _local:
                 core.add_local(name, device, None)
-                _opened.add(name)
+                _local.add(name)
         _users += 1
         return core
 
@@ -191,15 +193,8 @@ def _forget() -> None:
     global _core, _users, _lock
     _lock = threading.RLock()
     _core, _users = None, 0
-    _opened.clear()
+    _local.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
-
-
-def _open(core: Owner, names: Sequence[str]) -> None:
-    for name in names:
-        if name not in _opened:
-            core.open(name)
-            _opened.add(name)

@@ -63,12 +63,17 @@ impl Owner {
         }
     }
 
-    /// Opens the door of an invitation.
+    /// Opens the door of an invitation, unless it is open where the invitation says.
     fn open(&self, py: Python<'_>, name: &str) -> PyResult<()> {
         let invitation = Invitations::of_user().and_then(|invitations| invitations.read(name));
         let invitation = invitation.map_err(|error| errors::of_call(py, &error))?;
+        if lock(&self.doors).iter().any(|door| door.name() == name && door.is_of(&invitation)) {
+            return Ok(());
+        }
         py.detach(|| lock(&self.owner).expect_helper(name));
-        lock(&self.doors).push(Door::open(name, invitation, self.joining.clone()));
+        let mut doors = lock(&self.doors);
+        doors.retain(|door| door.name() != name);
+        doors.push(Door::open(name, invitation, self.joining.clone()));
         Ok(())
     }
 
@@ -205,19 +210,10 @@ impl Owner {
         py.detach(|| while !lock(&self.owner).settle(SETTLE_ROUND) && Instant::now() < until {});
     }
 
-    /// Makes an invitation for one helper; its token.
+    /// The token of the invitation for one helper, made where there is none.
     #[staticmethod]
-    fn invite(py: Python<'_>, name: &str, place: &str) -> PyResult<String> {
-        let invitation = Invitations::of_user().and_then(|invitations| invitations.create(name, place));
-        invitation
-            .map(|invitation| invitation.token().to_string())
-            .map_err(|error| errors::of_call(py, &error))
-    }
-
-    /// The token of an invitation.
-    #[staticmethod]
-    fn token(py: Python<'_>, name: &str) -> PyResult<String> {
-        let invitation = Invitations::of_user().and_then(|invitations| invitations.read(name));
+    fn invite(py: Python<'_>, name: &str, host: Option<&str>, port: Option<u16>) -> PyResult<String> {
+        let invitation = Invitations::of_user().and_then(|invitations| invitations.invite(name, host, port));
         invitation
             .map(|invitation| invitation.token().to_string())
             .map_err(|error| errors::of_call(py, &error))

@@ -47,6 +47,9 @@ def test_a_helper_is_killed_frozen_and_started_again(settings):
     helpers = kyklos.helpers(_always=True)
     invitation = helpers.invite("kitchen", "127.0.0.1", free_port())
     assert helpers.invite("kitchen") == invitation
+    moved = helpers.invite("kitchen", port=free_port())
+    assert moved.token.split("@")[0] == invitation.token.split("@")[0] and moved != invitation
+    invitation = moved
     assert kyklos.helpers(["kitchen"], _always=True).status()[0]["state"] == "waiting"
     q, k, v = torch.randn(3, 1, 6, 600, 64, generator=torch.Generator().manual_seed(1))
     want = F.scaled_dot_product_attention(q, k, v)

@@ -248,6 +248,10 @@ fn a_helper_waits_for_an_owner_that_was_killed() {
     helper.wait_for("is gone: ");
 }
 
+fn port_of(token: &str) -> &str {
+    token.trim().rsplit_once(':').expect("a token ends with a port").1
+}
+
 #[test]
 fn invitations_are_listed_and_removed() {
     let folder = tempfile::tempdir().unwrap();
@@ -265,7 +269,12 @@ fn invitations_are_listed_and_removed() {
     let ports: Vec<&str> = listed.lines().filter_map(|line| line.split("studio.local:").nth(1)).collect();
     assert!(ports.len() == 2 && ports[0] != ports[1], "{listed}");
     assert!(listed.contains("kitchen") && !listed.contains(&token), "{listed}");
-    refused(&says(folder.path(), "helpers invite one --address studio.local"), &["already"]);
+    // At another address, with the same secret.
+    let moved = stdout(&says(folder.path(), "helpers invite kitchen --address studio.local"));
+    assert_eq!(moved.split('@').next(), token.split('@').next());
+    assert!(moved.contains("@studio.local:"), "{moved}");
+    let line = format!("helpers invite one --port {}", port_of(&token));
+    refused(&says(folder.path(), &line), &["kitchen", "another port"]);
     succeeds(&says(folder.path(), "helpers remove one"));
     refused(&says(folder.path(), "helpers remove one"), &["there is no invitation"]);
 }
@@ -286,7 +295,7 @@ fn a_token_that_the_owner_does_not_take_ends_with_exit_code_2() {
     assert!(text.contains("kyklos helpers invite") && !text.contains(secret), "{text}");
     // The invitation of another owner, at the same address.
     let other = tempfile::tempdir().unwrap();
-    let port = at.rsplit_once(':').unwrap().1;
+    let port = port_of(&token);
     let line = format!("helpers invite kitchen --address 127.0.0.1 --port {port}");
     let of_another = stdout(&says(other.path(), &line));
     let output = says(folder.path(), &format!("help-out {} --device cpu", of_another.trim()));

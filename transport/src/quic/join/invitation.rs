@@ -144,6 +144,15 @@ impl Invitation {
         Ok(Self { token, size, until, authority, identity, given: Mutex::default() })
     }
 
+    /// The same invitation with rank 0 at another place, `host:port`.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError::Bootstrap`] for a place that is none.
+    pub fn at(self, place: &str) -> Result<Self, TransportError> {
+        Ok(Self { token: self.token.at(place)?, ..self })
+    }
+
     /// The token for the other ranks.
     pub fn token(&self) -> &Token {
         &self.token

@@ -26,12 +26,17 @@ pub struct Token {
 impl Token {
     /// A new one, with a secret of the system's randomness.
     pub(super) fn new(authority: KeyHash, place: &str) -> Result<Self, TransportError> {
+        Self { authority, secret: Secret::random()?, place: String::new() }.at(place)
+    }
+
+    /// The same token for another address of rank 0.
+    pub(super) fn at(self, place: &str) -> Result<Self, TransportError> {
         if !is_place(place) {
             return Err(TransportError::bootstrap(format!(
                 "{place:?} is no address of rank 0: write host:port, such as node1:29600 or [fd00::1]:29600"
             )));
         }
-        Ok(Self { authority, secret: Secret::random()?, place: place.to_owned() })
+        Ok(Self { place: place.to_owned(), ..self })
     }
 
     /// Where rank 0 is, as it was written: `node1:29600`.
