@@ -1,20 +1,24 @@
 //! What this machine is: its memory, its processor, whether this program can load drivers, and
 //! where a user keeps what can be made again.
 
+#[cfg(target_os = "linux")]
+mod control_group;
+
 #[cfg(not(target_arch = "wasm32"))]
 use std::{env, ffi::OsString, path::PathBuf};
 
 /// Bytes of memory that this process may use: those of the machine, or of its control group (Linux)
-/// if that is less. `None` where the system does not tell it.
+/// or a parent of that if one has less, such as a systemd unit with `MemoryMax=` or a step of
+/// Slurm. `None` where the system does not tell it.
 #[cfg(not(target_arch = "wasm32"))]
 pub fn memory_bytes() -> Option<u64> {
     let memory = sysinfo::MemoryRefreshKind::nothing().with_ram();
     let system = sysinfo::System::new_with_specifics(sysinfo::RefreshKind::nothing().with_memory(memory));
-    // 0 where /proc is not mounted, as after a bare chroot; the limits of groups must not be asked for
-    // then.
+    // 0 where /proc is not mounted, as after a bare chroot.
     let total = Some(system.total_memory()).filter(|bytes| *bytes > 0)?;
-    let group = system.cgroup_limits().map(|limits| limits.total_memory).filter(|bytes| *bytes > 0);
-    Some(group.map_or(total, |group| group.min(total)))
+    #[cfg(target_os = "linux")]
+    let total = control_group::memory_limit_bytes("/".as_ref()).map_or(total, |limit| limit.min(total));
+    Some(total)
 }
 
 /// A page of a browser is not told.
