@@ -1,13 +1,24 @@
-//! Ctrl-C and termination: incomplete files are removed, child processes end, and a rank tells its
-//! launcher that it ends.
+//! Ctrl-C and other signals that end a process: the other ranks are told, incomplete files are
+//! removed, child processes end, and a rank tells its launcher that it ends.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use kyklos_launch::variables::LAUNCH;
+use kyklos_transport::{Abort, AbortCause, Group, Progress, Transport};
 
 use crate::failure::{Failure, Result};
+
+/// What ends the process.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Interruption {
+    name: &'static str,
+    /// The exit code that shells and supervisors expect: 128 and the number of the signal.
+    pub(crate) exit: u8,
+}
 
 /// A path that is removed when the program is interrupted, until this is dropped.
 #[derive(Debug)]
@@ -17,34 +28,91 @@ pub(crate) struct RemoveOnInterrupt {
 
 impl RemoveOnInterrupt {
     pub(crate) fn file(path: &Path) -> Self {
-        paths().push(path.to_owned());
+        locked(&PATHS).push(path.to_owned());
         Self { path: path.to_owned() }
     }
 }
 
 impl Drop for RemoveOnInterrupt {
     fn drop(&mut self) {
-        paths().retain(|path| *path != self.path);
+        locked(&PATHS).retain(|path| *path != self.path);
     }
 }
 
-/// From now on an interruption removes all [`RemoveOnInterrupt`] paths and ends the process.
+/// From now on an interruption ends the group of [`tell_on_interrupt`], removes all
+/// [`RemoveOnInterrupt`] paths and ends the process.
 pub(crate) fn end_on_interrupt() -> Result<()> {
-    on_interrupt(|| end(EXIT_INTERRUPTED))
+    on_interrupt(|interruption| {
+        INTERRUPTED.store(true, Ordering::SeqCst);
+        if take_leave(interruption) {
+            // The main thread leaves the group.
+            let until = Instant::now() + FAREWELL;
+            while !AT_END.load(Ordering::SeqCst) && Instant::now() < until {
+                std::thread::sleep(LOOK);
+            }
+        }
+        end(interruption.exit);
+    })
+}
+
+/// The group of this process now. An interruption tells the other ranks at once which rank ends.
+pub(crate) fn tell_on_interrupt(group: &Group) {
+    *locked(&GROUP) = Some(std::sync::Arc::downgrade(&group.transport));
+}
+
+/// Tells the other ranks that this one ends, if there are others.
+fn take_leave(Interruption { name, .. }: Interruption) -> bool {
+    // Ctrl-C in the terminal of kyklos launch is for all ranks at once.
+    if name == CTRL_C && std::env::var_os(LAUNCH).is_some() {
+        return false;
+    }
+    let group = locked(&GROUP).as_ref().and_then(Weak::upgrade);
+    let Some(group) = group.filter(|group| group.size() > 1) else { return false };
+    let cause = AbortCause::Died(format!("it was ended by {name}"));
+    group.abort(Abort { culprit: group.rank(), cause, progress: Progress::default() });
+    true
+}
+
+/// Whether an interruption ends this process.
+pub(crate) fn is_interrupted() -> bool {
+    INTERRUPTED.load(Ordering::SeqCst)
+}
+
+/// At the end of the program: does not return if an interruption ends this process, which has its
+/// own exit code and says nothing.
+pub(crate) fn leave_the_end_to_an_interruption() {
+    if is_interrupted() {
+        AT_END.store(true, Ordering::SeqCst);
+        loop {
+            std::thread::park();
+        }
+    }
+}
+
+/// From now on an interruption calls `then` on a separate thread.
+#[cfg(unix)]
+pub(crate) fn on_interrupt(mut then: impl FnMut(Interruption) + Send + 'static) -> Result<()> {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+    on_signals("Ctrl-C", [SIGINT, SIGTERM, SIGHUP], move |signal| {
+        then(match signal {
+            SIGHUP => Interruption { name: "SIGHUP", exit: 129 },
+            SIGTERM => Interruption { name: "SIGTERM", exit: 143 },
+            _ => Interruption { name: CTRL_C, exit: 130 },
+        });
+    })
 }
 
 /// From now on an interruption calls `then` on a separate thread. At most once in a process.
-pub(crate) fn on_interrupt(then: impl FnMut() + Send + 'static) -> Result<()> {
+#[cfg(not(unix))]
+pub(crate) fn on_interrupt(mut then: impl FnMut(Interruption) + Send + 'static) -> Result<()> {
+    let then = move || then(Interruption { name: CTRL_C, exit: 130 });
     ctrlc::set_handler(then).map_err(|error| Failure::run(format!("cannot handle Ctrl-C: {error}")))
 }
 
 /// From now on SIGUSR1 calls `then` on a separate thread. Only Unix has this signal.
 #[cfg(unix)]
 pub(crate) fn on_request(mut then: impl FnMut() + Send + 'static) -> Result<()> {
-    let mut signals = signal_hook::iterator::Signals::new([signal_hook::consts::SIGUSR1])
-        .map_err(|error| Failure::run(format!("cannot handle SIGUSR1: {error}")))?;
-    std::thread::spawn(move || signals.forever().for_each(|_| then()));
-    Ok(())
+    on_signals("SIGUSR1", [signal_hook::consts::SIGUSR1], move |_| then())
 }
 
 #[cfg(not(unix))]
@@ -53,9 +121,21 @@ pub(crate) fn on_request(_: impl FnMut() + Send + 'static) -> Result<()> {
     Ok(())
 }
 
+#[cfg(unix)]
+fn on_signals<const N: usize>(
+    name: &str,
+    signals: [std::ffi::c_int; N],
+    then: impl FnMut(std::ffi::c_int) + Send + 'static,
+) -> Result<()> {
+    let mut signals = signal_hook::iterator::Signals::new(signals)
+        .map_err(|error| Failure::run(format!("cannot handle {name}: {error}")))?;
+    std::thread::spawn(move || signals.forever().for_each(then));
+    Ok(())
+}
+
 /// Removes all [`RemoveOnInterrupt`] paths and ends the process.
 pub(crate) fn end(exit: u8) {
-    for path in paths().iter() {
+    for path in locked(&PATHS).iter() {
         let _ = std::fs::remove_file(path);
     }
     tell_launcher();
@@ -73,15 +153,21 @@ pub(crate) fn tell_launcher() {
     }
 }
 
-fn paths() -> std::sync::MutexGuard<'static, Vec<PathBuf>> {
-    // No panic can leave the list half changed.
-    PATHS.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+fn locked<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No panic can leave what they hold half changed.
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 static PATHS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+static GROUP: Mutex<Option<Weak<dyn Transport>>> = Mutex::new(None);
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+/// The main thread has nothing more to do.
+static AT_END: AtomicBool = AtomicBool::new(false);
 
 /// What [`tell_launcher`] writes to standard error. No text begins with this character.
 pub(crate) const LAST_LINE: &[u8] = b"\0ends\n";
 
-/// The exit code that shells use for a process that Ctrl-C ended.
-pub(crate) const EXIT_INTERRUPTED: u8 = 130;
+const CTRL_C: &str = "Ctrl-C";
+/// Longest time in which the main thread leaves the group: less than `kyklos launch` waits.
+const FAREWELL: Duration = Duration::from_secs(2);
+const LOOK: Duration = Duration::from_millis(5);

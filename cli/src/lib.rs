@@ -89,6 +89,7 @@ fn run_command() -> ExitCode {
 }
 
 fn end(result: failure::Result<u8>) -> ExitCode {
+    interrupt::leave_the_end_to_an_interruption();
     match result {
         Ok(exit) => ExitCode::from(exit),
         Err(failure) => {

@@ -29,7 +29,8 @@ pub(crate) struct GroupLoss {
 impl GroupLoss {
     /// The abort behind `failure`, unless this rank caused it.
     pub(crate) fn of(group: &Group, failure: &Failure) -> Option<Self> {
-        if !failure.of_group {
+        // A rank that is interrupted has told the others, and does not go on.
+        if !failure.of_group || interrupt::is_interrupted() {
             return None;
         }
         // The abort of the group may still be on its way to this rank: the vote waits for it.

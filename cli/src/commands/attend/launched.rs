@@ -64,6 +64,7 @@ fn in_groups(
     loop {
         answers_for_group(group.rank().0 == 0);
         on_loss::end_if_stuck(&group);
+        interrupt::tell_on_interrupt(&group);
         let refuse_all = |failure| {
             let failure = refuse(&*group, failure);
             let _ = pollster::block_on(group.close(Duration::from_secs(3)));

@@ -23,11 +23,11 @@ impl Leaving {
         let leaving = Self::default();
         let asked = leaving.clone();
         let mut first = None;
-        interrupt::on_interrupt(move || {
+        interrupt::on_interrupt(move |interruption| {
             let since = first.get_or_insert_with(Instant::now).elapsed();
             if asked.asked.swap(true, Ordering::SeqCst) {
                 if since > MOMENT {
-                    interrupt::end(interrupt::EXIT_INTERRUPTED);
+                    interrupt::end(interruption.exit);
                 }
                 return;
             }

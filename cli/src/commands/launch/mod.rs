@@ -10,7 +10,7 @@ use std::net::Ipv4Addr;
 use std::num::NonZeroU32;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ use self::ended::Ended;
 use self::job::Job;
 use crate::failure::{Failure, Result, answer_with_error, has_answered, note};
 use crate::group::identity_on_stdin;
-use crate::interrupt::{self, EXIT_INTERRUPTED, LAST_LINE};
+use crate::interrupt::{self, LAST_LINE};
 use crate::options::OnLoss;
 
 /// Number of processes and their command.
@@ -47,16 +47,17 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
         ));
     }
     let mut job = Job::read(&args.command, ranks)?;
-    let interrupted = Arc::new(AtomicBool::new(false));
+    // The exit code of an interruption; 0 is none.
+    let interrupted = Arc::new(AtomicU8::new(0));
     let raise = interrupted.clone();
-    interrupt::on_interrupt(move || raise.store(true, Ordering::Relaxed))?;
+    interrupt::on_interrupt(move |interruption| raise.store(interruption.exit, Ordering::Relaxed))?;
     let asked = Arc::new(AtomicBool::new(false));
     let raise = asked.clone();
     interrupt::on_request(move || raise.store(true, Ordering::Relaxed))?;
     let mut command = args.command.clone();
     loop {
-        let code = run_once(&command, ranks, job.on_loss(), [&interrupted, &asked])?;
-        if interrupted.load(Ordering::Relaxed) || !job.goes_on(code)? {
+        let code = run_once(&command, ranks, job.on_loss(), (&interrupted, &asked))?;
+        if interrupted.load(Ordering::Relaxed) != 0 || !job.goes_on(code)? {
             return Ok(code);
         }
         // Cells that have failed in this run do not run once more.
@@ -69,7 +70,7 @@ fn run_once(
     command: &[String],
     ranks: u32,
     on_loss: OnLoss,
-    [interrupted, asked]: [&AtomicBool; 2],
+    (interrupted, asked): (&AtomicU8, &AtomicBool),
 ) -> Result<u8> {
     let job = JobId::random()?;
     let authority = ClusterAuthority::new(job)?;
@@ -163,24 +164,25 @@ impl Children {
     /// some have failed and the others are stopped (SIGSTOP), which makes no group.
     fn watch(
         &mut self,
-        interrupted: &AtomicBool,
+        interrupted: &AtomicU8,
         asked: &AtomicBool,
         on_loss: OnLoss,
         start: &dyn Fn(u32, bool) -> Result<Child>,
     ) -> u8 {
         let mut patience: Option<Instant> = None;
-        let mut asked_to_end = false;
+        let mut asked_to_end = None;
         while !self.running.is_empty() {
             self.reap();
             if asked.swap(false, Ordering::Relaxed) {
                 self.ask_for_records();
             }
-            if interrupted.load(Ordering::Relaxed) && !asked_to_end {
-                asked_to_end = true;
+            let interruption = interrupted.load(Ordering::Relaxed);
+            if interruption != 0 && asked_to_end.is_none() {
+                asked_to_end = Some(interruption);
                 patience = Some(Instant::now() + INTERRUPTED);
                 self.running.iter_mut().for_each(|running| running.lifeline = None);
             }
-            if on_loss == OnLoss::Rejoin && !asked_to_end {
+            if on_loss == OnLoss::Rejoin && asked_to_end.is_none() {
                 self.start_anew(start);
             }
             let failed = self.ended.iter().any(|ended| !ended.is_well());
@@ -207,7 +209,7 @@ impl Children {
         self.ended.sort_by_key(|ended| ended.rank);
         for ended in &self.ended {
             let told = ended.has_code(2);
-            if !asked_to_end && !ended.is_well() && !told {
+            if asked_to_end.is_none() && !ended.is_well() && !told {
                 note(&format!("launch: {ended}"));
             }
         }
@@ -220,9 +222,9 @@ impl Children {
     }
 
     /// The exit code of the job.
-    fn exit_code(&self, asked_to_end: bool, on_loss: OnLoss) -> u8 {
-        if asked_to_end {
-            EXIT_INTERRUPTED
+    fn exit_code(&self, asked_to_end: Option<u8>, on_loss: OnLoss) -> u8 {
+        if let Some(interruption) = asked_to_end {
+            interruption
         } else if self.ended.iter().all(Ended::is_well)
             || (on_loss != OnLoss::Stop && self.ended.iter().any(Ended::is_well))
         {

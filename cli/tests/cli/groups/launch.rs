@@ -255,6 +255,34 @@ fn interrupting_the_launcher_ends_its_processes() {
 
 #[test]
 #[cfg(target_os = "linux")]
+fn a_rank_that_a_signal_ends_tells_the_others_and_has_its_exit_code() {
+    for (rank, name, exit) in [(2, "TERM", 143), (0, "HUP", 129)] {
+        let job = LongJob::start(&[], &[]);
+        signal(&format!("-{name}"), job.pids[rank]);
+        let (code, _, lines) = job.end();
+        assert_eq!(code, Some(1), "{lines:#?}");
+        let says = format!("rank {rank} died: it was ended by SIG{name}");
+        for other in (0..4).filter(|other| *other != rank) {
+            let prefix = format!("[{other}] error: ");
+            let line = lines.iter().find(|line| line.starts_with(&prefix));
+            assert!(line.is_some_and(|line| line.contains(&says)), "rank {other}: {lines:#?}");
+        }
+        assert!(!lines.iter().any(|line| line.starts_with(&format!("[{rank}] error"))), "{lines:#?}");
+        let ended = format!("launch: rank {rank} ended with exit status: {exit}");
+        assert!(lines.contains(&ended), "{lines:#?}");
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_launcher_that_is_terminated_says_so() {
+    let job = LongJob::start(&[], &[]);
+    signal("-TERM", job.launch.id());
+    assert_eq!(job.end().0, Some(143));
+}
+
+#[test]
+#[cfg(target_os = "linux")]
 fn ranks_do_not_outlive_a_launcher_that_is_killed() {
     let mut job = LongJob::start(&[], &[]);
     let keys = || std::fs::read_dir(job.temporary.path()).unwrap().count();

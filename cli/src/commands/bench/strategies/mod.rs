@@ -152,6 +152,7 @@ fn as_rank(args: &StrategiesArgs, mut assignment: Assignment) -> Result<()> {
     let bench = Bench::new(args, assignment.size)?;
     let own = device(args, assignment.local_rank as usize, assignment.device.as_deref());
     let group = assignment.join()?;
+    interrupt::tell_on_interrupt(&group);
     let transport = &group;
     let here = RanksHere::Like(transport.rank(), assignment.local_size);
     let open = own.and_then(DeviceId::open);
