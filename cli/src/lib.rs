@@ -11,7 +11,7 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `hints`, `failure`, `interrupt`, `switches`, `median`, `messages`, `new_file` | hints of errors, errors and printing, signals, environment switches, small messages between ranks, files that get their names when complete |
+//! | `hints`, `failure`, `interrupt`, `cores`, `switches`, `median`, `messages`, `new_file` | hints of errors, errors and printing, signals, core dumps without keys, environment switches, small messages between ranks, files that get their names when complete |
 //! | `devices` | names of devices, the table of backends, tuned choices |
 //! | `options` | values of options, and options that several commands share |
 //! | `tensors` | input and output files |
@@ -29,6 +29,7 @@
 compile_error!("tensor files are little-endian, and so must be the machine");
 
 mod commands;
+mod cores;
 #[doc(hidden)]
 pub mod decoders;
 mod devices;
@@ -69,6 +70,7 @@ pub fn main() -> ExitCode {
 fn run_command() -> ExitCode {
     devices::driver::give_a_runtime_folder();
     devices::driver::leave_out_caught_panics();
+    cores::leave_memory_out();
     // Also where the parser refuses the command line.
     if std::env::args_os().any(|word| word == "--json") {
         failure::answer_in_json();

@@ -72,7 +72,7 @@ const LIBRARY: [&[&str]; 4] = [
 ];
 
 const PROGRAM: [&[&str]; 11] = [
-    &["hints", "failure", "interrupt", "switches", "median", "messages", "new_file"],
+    &["hints", "failure", "interrupt", "cores", "switches", "median", "messages", "new_file"],
     &["devices"],
     &["options"],
     &["tensors"],

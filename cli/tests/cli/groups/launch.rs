@@ -275,8 +275,13 @@ fn a_rank_that_a_signal_ends_tells_the_others_and_has_its_exit_code() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn a_launcher_that_is_terminated_says_so() {
+fn a_launcher_that_is_terminated_says_so_and_its_ranks_keep_memory_out_of_cores() {
     let job = LongJob::start(&[], &[]);
+    for pid in job.pids.iter().chain([&job.launch.id()]) {
+        let filter = std::fs::read_to_string(format!("/proc/{pid}/coredump_filter")).unwrap();
+        // No anonymous memory, of this process or shared: the keys are there.
+        assert_eq!(u32::from_str_radix(filter.trim(), 16).unwrap() & !0x10, 0, "{filter}");
+    }
     signal("-TERM", job.launch.id());
     assert_eq!(job.end().0, Some(143));
 }
