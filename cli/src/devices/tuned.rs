@@ -10,7 +10,7 @@ use kyklos::backend::wgpu::TuningTable;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Result, note};
-use crate::interrupt::RemoveOnInterrupt;
+use crate::new_file::NewFile;
 use crate::switches;
 
 /// The content of the file.
@@ -82,13 +82,10 @@ pub(crate) fn write(path: &Path, table: &TuningTable) -> Result<()> {
     let failed = |error: &io::Error| Failure::file("keep the choices in", path, error);
     let folder = path.parent().unwrap_or(Path::new("."));
     fs::create_dir_all(folder).map_err(|error| failed(&error))?;
-    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(|error| failed(&error))?;
-    let _remove = RemoveOnInterrupt::file(file.path());
+    let file = NewFile::create_private(path)?;
     let text = text_of(table).map_err(|error| Failure::run(format!("cannot keep the choices: {error}")))?;
-    file.write_all((text + "\n").as_bytes()).map_err(|error| failed(&error))?;
-    file.as_file().sync_all().map_err(|error| failed(&error))?;
-    file.persist(path).map_err(|error| failed(&error.error))?;
-    Ok(())
+    file.as_file().write_all((text + "\n").as_bytes()).map_err(|error| file.cannot_write(&error))?;
+    file.commit()
 }
 
 /// The text of a file with this table.

@@ -11,6 +11,7 @@ use self::dump::Why;
 pub(crate) use self::flight::{About, Flight, ListedFlight, flights};
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
+use crate::new_file::NewFile;
 
 impl ListedFlight {
     /// Writes the record of a rank that ends with this result.
@@ -34,12 +35,9 @@ fn try_to_write(flight: &Flight, why: Why<'_>) -> Result<()> {
     let Some(folder) = &flight.about.folder else { return Ok(()) };
     // The name contains this rank's own number: a later record replaces an earlier one.
     let path = folder.join(format!("rank-{}.jsonl", flight.rank));
-    let write = || {
-        let mut file = tempfile::NamedTempFile::new_in(folder)?;
-        dump::write(flight, why, &mut file)?;
-        file.persist(&path).map_err(|error| error.error)
-    };
-    write().map(drop).map_err(|error| Failure::file("write", &path, &error))
+    let file = NewFile::create_private(&path)?;
+    dump::write(flight, why, file.as_file()).map_err(|error| file.cannot_write(&error))?;
+    file.commit()
 }
 
 /// The folder from `--record` or the environment; created if it does not exist.

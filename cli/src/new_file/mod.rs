@@ -1,34 +1,38 @@
-//! A file that gets its name when it is complete. Until then it has a temporary name in the same
-//! folder.
+//! A file that gets its name when it is complete.
+
+mod unfinished;
 
 use std::error::Error;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use self::unfinished::Unfinished;
 use crate::failure::{Failure, Result};
-use crate::interrupt::RemoveOnInterrupt;
 
 /// An incomplete file; dropped, it is removed.
 #[derive(Debug)]
 pub(crate) struct NewFile {
     target: PathBuf,
-    file: tempfile::NamedTempFile,
-    _remove: RemoveOnInterrupt,
+    file: Unfinished,
 }
 
 impl NewFile {
-    /// Creates the file that will replace `target`.
+    /// Creates the file that will replace `target`. The user's umask decides who reads it, as for
+    /// any other program.
     pub(crate) fn create(target: &Path) -> Result<Self> {
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".kyklos-").suffix(".part");
-        // The user's umask decides, as for any other program.
-        #[cfg(unix)]
-        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        let file = builder.tempfile_in(folder_of(target));
+        Self::with_mode(target, 0o666)
+    }
+
+    /// As [`Self::create`], for this user alone.
+    pub(crate) fn create_private(target: &Path) -> Result<Self> {
+        Self::with_mode(target, 0o600)
+    }
+
+    fn with_mode(target: &Path, mode: u32) -> Result<Self> {
+        let file = Unfinished::create(folder_of(target), mode);
         let file = file.map_err(|error| cannot_create(target, &error))?;
-        let to_remove = RemoveOnInterrupt::file(file.path());
-        Ok(Self { target: target.to_owned(), file, _remove: to_remove })
+        Ok(Self { target: target.to_owned(), file })
     }
 
     pub(crate) fn as_file(&self) -> &File {
@@ -48,8 +52,8 @@ impl NewFile {
     /// Gives the complete file its final name, which then also survives a loss of power.
     pub(crate) fn commit(self) -> Result<()> {
         self.sync()?;
-        let Self { target, file, .. } = self;
-        file.persist(&target).map_err(|error| Failure::file("write", &target, &error.error))?;
+        let Self { target, file } = self;
+        file.persist(folder_of(&target), &target).map_err(|error| Failure::file("write", &target, &error))?;
         // Windows opens no folders as files, and keeps names by itself.
         #[cfg(unix)]
         File::open(folder_of(&target))

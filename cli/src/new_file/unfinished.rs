@@ -1,0 +1,212 @@
+//! A file before it has its name.
+//!
+//! On Linux it has no name at all, where the file system can do that: the kernel frees it when its
+//! process is killed. Elsewhere it has a temporary name, which a killed process leaves behind; on
+//! Linux the next process that writes a file in the same folder removes it. A lock tells which ones
+//! are in use.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+use crate::interrupt::RemoveOnInterrupt;
+
+/// An incomplete file; dropped, it is gone.
+#[derive(Debug)]
+pub(super) enum Unfinished {
+    #[cfg(target_os = "linux")]
+    Unnamed(File),
+    Named {
+        file: tempfile::NamedTempFile,
+        _remove: RemoveOnInterrupt,
+    },
+}
+
+impl Unfinished {
+    /// Creates a file that will be in `folder`, with this mode less the user's umask.
+    pub(super) fn create(folder: &Path, mode: u32) -> io::Result<Self> {
+        #[cfg(target_os = "linux")]
+        if let Ok(file) = unnamed(folder, mode) {
+            return Ok(Self::Unnamed(file));
+        }
+        Self::named(folder, mode)
+    }
+
+    fn named(folder: &Path, mode: u32) -> io::Result<Self> {
+        let host = host();
+        if let Some(host) = &host {
+            remove_stale(folder, host);
+        }
+        let of_host = host.map_or_else(|| PREFIX.to_owned(), |host| of_host(&host));
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(&of_host).suffix(SUFFIX);
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(mode));
+        #[cfg(not(unix))]
+        let _ = mode;
+        for _ in 0..MOST_TRIES {
+            let file = builder.tempfile_in(folder)?;
+            if cfg!(not(unix)) || is_held(&file) {
+                let _remove = RemoveOnInterrupt::file(file.path());
+                return Ok(Self::Named { file, _remove });
+            }
+        }
+        Err(io::Error::other("other processes remove its temporary file"))
+    }
+
+    pub(super) fn as_file(&self) -> &File {
+        match self {
+            #[cfg(target_os = "linux")]
+            Self::Unnamed(file) => file,
+            Self::Named { file, .. } => file.as_file(),
+        }
+    }
+
+    /// Gives it the name `target`, which is in `folder`. A file of that name is replaced at once:
+    /// whoever opens it gets the old one or this one.
+    pub(super) fn persist(self, folder: &Path, target: &Path) -> io::Result<()> {
+        match self {
+            #[cfg(target_os = "linux")]
+            Self::Unnamed(file) => match link(&file, target) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    // No call replaces a file by one without a name.
+                    let mut builder = tempfile::Builder::new();
+                    let named = builder.prefix(PREFIX).suffix(SUFFIX);
+                    let named = named.make_in(folder, |path| link(&file, path))?;
+                    let _remove = RemoveOnInterrupt::file(named.path());
+                    named.persist(target).map(drop).map_err(|error| error.error)
+                }
+                linked => linked,
+            },
+            Self::Named { file, .. } => file.persist(target).map(drop).map_err(|error| error.error),
+        }
+    }
+}
+
+/// A file in `folder` without a name, where the file system has such files.
+#[cfg(target_os = "linux")]
+fn unnamed(folder: &Path, mode: u32) -> io::Result<File> {
+    use rustix::fs::{Mode, OFlags, open};
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = File::from(open(folder, flags, Mode::from_raw_mode(mode))?);
+    // Without /proc it could not get a name.
+    std::fs::metadata(of_process(&file))?;
+    Ok(file)
+}
+
+#[cfg(target_os = "linux")]
+fn link(file: &File, path: &Path) -> io::Result<()> {
+    use rustix::fs::{AtFlags, CWD, linkat};
+    Ok(linkat(CWD, of_process(file), CWD, path, AtFlags::SYMLINK_FOLLOW)?)
+}
+
+/// The path of an open file of this process.
+#[cfg(target_os = "linux")]
+fn of_process(file: &File) -> String {
+    format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(file))
+}
+
+/// Locks a new file. False if another process has taken it for a stale one before.
+fn is_held(file: &tempfile::NamedTempFile) -> bool {
+    match file.as_file().try_lock() {
+        Err(std::fs::TryLockError::WouldBlock) => false,
+        // Without locks in this file system nobody removes it.
+        Ok(()) | Err(std::fs::TryLockError::Error(_)) => file.path().exists(),
+    }
+}
+
+/// Removes the unfinished files of dead processes of this host. Another host of the same folder may
+/// not see the locks of this one.
+fn remove_stale(folder: &Path, host: &str) {
+    let Ok(entries) = std::fs::read_dir(folder) else { return };
+    let ours = of_host(host);
+    for entry in entries.filter_map(Result::ok) {
+        let name = entry.file_name();
+        let is_ours = name.to_str().is_some_and(|name| name.starts_with(&ours) && name.ends_with(SUFFIX));
+        if !is_ours || !entry.file_type().is_ok_and(|kind| kind.is_file()) {
+            continue;
+        }
+        let path = entry.path();
+        // The lock is held until the file is gone.
+        let file = File::options().read(true).write(true).open(&path);
+        if let Ok(file) = file.and_then(|file| file.try_lock().map(|()| file).map_err(io::Error::from)) {
+            let _ = std::fs::remove_file(&path);
+            drop(file);
+        }
+    }
+}
+
+/// Digits that stand for this host. `None` where the system does not tell its name.
+fn host() -> Option<String> {
+    let name = std::fs::read("/proc/sys/kernel/hostname").ok()?;
+    Some(blake3::hash(&name).to_hex()[..8].to_owned())
+}
+
+fn of_host(host: &str) -> String {
+    format!("{PREFIX}{host}-")
+}
+
+const PREFIX: &str = ".kyklos-";
+const SUFFIX: &str = ".part";
+const MOST_TRIES: u32 = 16;
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let mut names: Vec<_> = std::fs::read_dir(folder)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_file_gets_its_name_whole_and_replaces_what_has_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("result");
+        for way in [Unfinished::create, Unfinished::named] {
+            for text in ["first", "second"] {
+                let file = way(folder.path(), 0o666).unwrap();
+                file.as_file().write_all(text.as_bytes()).unwrap();
+                let before = std::fs::read(&target).ok();
+                file.persist(folder.path(), &target).unwrap();
+                assert_ne!(before.as_deref(), Some(text.as_bytes()), "it has its name too early");
+                assert_eq!(std::fs::read(&target).unwrap(), text.as_bytes());
+                assert_eq!(names(folder.path()), ["result"]);
+            }
+            // Dropped, it is gone.
+            drop(way(folder.path(), 0o666).unwrap());
+            assert_eq!(names(folder.path()), ["result"]);
+            std::fs::remove_file(&target).unwrap();
+        }
+    }
+
+    #[test]
+    fn stale_files_of_this_host_are_removed_and_no_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let ours = of_host(&host().unwrap());
+        let stale = format!("{ours}000000.part");
+        let pipe = format!("{ours}pipe.part");
+        assert!(std::process::Command::new("mkfifo").arg(path(&pipe)).status().unwrap().success());
+        let mut kept = vec![format!("{}000000.part", of_host("another")), "result".to_owned(), ours.clone()];
+        for name in kept.iter().chain([&stale]) {
+            std::fs::write(path(name), b"half").unwrap();
+        }
+        let alive = Unfinished::named(folder.path(), 0o666).unwrap();
+        let Unfinished::Named { file, .. } = &alive else { panic!("{alive:?}") };
+        kept.extend([pipe, file.path().file_name().unwrap().to_str().unwrap().to_owned()]);
+        kept.sort();
+        assert_eq!(names(folder.path()), kept);
+        // One that another process writes stays.
+        drop(Unfinished::named(folder.path(), 0o666).unwrap());
+        assert_eq!(names(folder.path()), kept);
+        alive.persist(folder.path(), &path("other result")).unwrap();
+        assert!(path("other result").exists());
+    }
+}
