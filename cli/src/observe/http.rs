@@ -2,11 +2,12 @@
 //!
 //! The size, the time and the number of simultaneous requests are bounded: a slow or hostile client
 //! holds one of a few threads for at most two seconds, or one of a few streams, and never a thread
-//! that computes or sends messages.
+//! that computes or sends messages. Nobody is answered who asks by a name that others choose: the
+//! page of a stranger may have given its own name the address of the server, to read the answers.
 
 use std::borrow::Cow;
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -62,7 +63,8 @@ pub(super) fn serve(address: SocketAddr, service: Service) -> Result<SocketAddr>
     let cannot = |error| Failure::run(format!("cannot serve {name} at {address}: {error}"));
     let listener = TcpListener::bind(address).map_err(cannot)?;
     let address = listener.local_addr().map_err(cannot)?;
-    let server = Arc::new(Server { service, requests: Arc::new(()), streams: Arc::new(()) });
+    let bound = address.ip();
+    let server = Arc::new(Server { service, bound, requests: Arc::new(()), streams: Arc::new(()) });
     let spawned = thread().spawn(move || server.listen(&listener));
     spawned.map_err(cannot)?;
     Ok(address)
@@ -70,6 +72,8 @@ pub(super) fn serve(address: SocketAddr, service: Service) -> Result<SocketAddr>
 
 struct Server {
     service: Service,
+    /// The address of its links.
+    bound: IpAddr,
     /// Each request that has a thread holds a reference.
     requests: Arc<()>,
     /// Each stream holds a reference.
@@ -97,9 +101,10 @@ impl Server {
 
     fn converse(&self, mut stream: TcpStream, place: Arc<()>) {
         let until = Instant::now() + PATIENCE;
-        let answer = match read_request(&mut stream, until) {
+        let answer = match read_request(&mut stream, until).of(self.bound) {
             Request::Whole(asked) => (self.service.answer)(&asked),
             Request::Wrong(status) => Answer::Text(Text::plain(status, self.service.usage)),
+            Request::Misdirected => Answer::Text(Text::plain(MISDIRECTED, MISDIRECTED_TEXT)),
             Request::Gone => return,
         };
         match answer {
@@ -123,7 +128,7 @@ impl Server {
     /// For a client when all threads are taken, on the listener's own thread, if the client asks at
     /// once.
     fn converse_at_once(&self, mut stream: TcpStream) {
-        let request = read_request(&mut stream, Instant::now() + AT_ONCE);
+        let request = read_request(&mut stream, Instant::now() + AT_ONCE).of(self.bound);
         let until = Instant::now() + PAUSE;
         let busy = || Text::plain(BUSY, "too many at once\n");
         let text = match request {
@@ -171,8 +176,40 @@ impl Sink {
 pub(super) enum Request {
     Whole(Asked),
     Wrong(&'static str),
+    /// For a server of another name.
+    Misdirected,
     /// Closed or too slow: no answer is sent.
     Gone,
+}
+
+impl Request {
+    /// This request to a server at the address `bound`.
+    pub(super) fn of(self, bound: IpAddr) -> Self {
+        match self {
+            Self::Whole(asked) if !asked.host.as_deref().is_some_and(|host| is_ours(host, bound)) => {
+                Self::Misdirected
+            }
+            other => other,
+        }
+    }
+}
+
+/// Whether the `Host` of a request names this server as its link does. A name that others choose is
+/// none of these.
+fn is_ours(host: &str, bound: IpAddr) -> bool {
+    let (name, port) = match host.strip_prefix('[') {
+        Some(rest) => rest.split_once(']').unwrap_or((rest, "no port")),
+        None => host.find(':').map_or((host, ""), |colon| host.split_at(colon)),
+    };
+    // Another port is well: it may be forwarded.
+    let digits = port.strip_prefix(':').unwrap_or(port);
+    if digits.len() > 5 || !digits.bytes().all(|digit| digit.is_ascii_digit()) {
+        return false;
+    }
+    match name.parse::<IpAddr>() {
+        Ok(ip) => bound.is_unspecified() || ip == bound || ip.is_loopback(),
+        Err(_) => name.eq_ignore_ascii_case("localhost"),
+    }
 }
 
 fn read_request(stream: &mut TcpStream, until: Instant) -> Request {
@@ -253,3 +290,28 @@ const BAD: &str = "400 Bad Request";
 const BUSY: &str = "503 Service Unavailable";
 const EVENTS_HEAD: &str = "HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\n\
                            X-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n";
+pub(super) const MISDIRECTED: &str = "421 Misdirected Request";
+const MISDIRECTED_TEXT: &str = "use the address that kyklos has printed, or localhost\n";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_names_of_the_link_are_ours() {
+        let [here, any, lan] = ["127.0.0.1", "0.0.0.0", "192.168.1.7"].map(|ip| ip.parse().expect("an IP"));
+        for host in ["127.0.0.1:80", "localhost", "LOCALHOST:4000", "[::1]:4000", "[::1]", "127.0.0.1"] {
+            assert!(is_ours(host, here) && is_ours(host, any) && is_ours(host, lan), "{host}");
+        }
+        assert!(is_ours("192.168.1.7:80", lan) && is_ours("192.168.1.7:80", any));
+        assert!(!is_ours("192.168.1.7:80", here));
+        for host in
+            ["evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", ""]
+        {
+            assert!(!is_ours(host, here) && !is_ours(host, any) && !is_ours(host, lan), "{host}");
+        }
+        for host in ["127.0.0.1:80:80", "[::1", "[::1]x", "localhost:x", "localhost:123456", "::1"] {
+            assert!(!is_ours(host, here), "{host}");
+        }
+    }
+}

@@ -85,7 +85,7 @@ pub(crate) fn serve(args: &WatchArgs, heartbeat_ms: Option<u32>) -> Result<Optio
     let live = Arc::new(Live::new(heartbeat_ms));
     let served = Arc::clone(&live);
     let page = page::html();
-    let answer = move |asked: &Asked| answer(&served, &page, address.ip(), asked);
+    let answer = move |asked: &Asked| answer(&served, &page, asked);
     let service = Service {
         name: "the live page",
         usage: "this server only answers GET\n",
@@ -106,13 +106,8 @@ pub(crate) fn to_the_end(live: Option<&Live>, call: impl FnOnce() -> Result<()>)
     result
 }
 
-fn answer(live: &Arc<Live>, page: &Arc<str>, bound: IpAddr, asked: &Asked) -> Answer {
+fn answer(live: &Arc<Live>, page: &Arc<str>, asked: &Asked) -> Answer {
     let wrong = |status, body: &'static str| Answer::Text(Text::plain(status, body));
-    match &asked.host {
-        Some(host) if is_ours(host, bound) => {}
-        // The page of a stranger may have given its own name this address, to read the answers.
-        _ => return wrong("421 Misdirected Request", "use the address that kyklos has printed\n"),
-    }
     let own = asked.site.as_deref().is_none_or(|site| matches!(site, "same-origin" | "none"));
     match &asked.path[..] {
         "/" => Answer::Text(Text {
@@ -136,24 +131,6 @@ fn answer(live: &Arc<Live>, page: &Arc<str>, bound: IpAddr, asked: &Asked) -> An
     }
 }
 
-/// Whether the `Host` of a request names this server as its link does. A name that others choose is
-/// none of these.
-fn is_ours(host: &str, bound: IpAddr) -> bool {
-    let (name, port) = match host.strip_prefix('[') {
-        Some(rest) => rest.split_once(']').unwrap_or((rest, "no port")),
-        None => host.find(':').map_or((host, ""), |colon| host.split_at(colon)),
-    };
-    // Another port is well: it may be forwarded.
-    let digits = port.strip_prefix(':').unwrap_or(port);
-    if digits.len() > 5 || !digits.bytes().all(|digit| digit.is_ascii_digit()) {
-        return false;
-    }
-    match name.parse::<IpAddr>() {
-        Ok(ip) => bound.is_unspecified() || ip == bound || ip.is_loopback(),
-        Err(_) => name.eq_ignore_ascii_case("localhost"),
-    }
-}
-
 const PAGE_FIELDS: &str = "Content-Security-Policy: default-src 'none'; script-src 'self'; connect-src 'self'; \
     style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'\r\n\
     Cross-Origin-Resource-Policy: same-origin\r\nCross-Origin-Opener-Policy: same-origin\r\nReferrer-Policy: no-referrer\r\n";
@@ -162,24 +139,6 @@ const OWN_FIELDS: &str = "Cross-Origin-Resource-Policy: same-origin\r\n";
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn only_the_names_of_the_link_are_ours() {
-        let [here, any, lan] = ["127.0.0.1", "0.0.0.0", "192.168.1.7"].map(|ip| ip.parse().expect("an IP"));
-        for host in ["127.0.0.1:80", "localhost", "LOCALHOST:4000", "[::1]:4000", "[::1]", "127.0.0.1"] {
-            assert!(is_ours(host, here) && is_ours(host, any) && is_ours(host, lan), "{host}");
-        }
-        assert!(is_ours("192.168.1.7:80", lan) && is_ours("192.168.1.7:80", any));
-        assert!(!is_ours("192.168.1.7:80", here));
-        for host in
-            ["evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", ""]
-        {
-            assert!(!is_ours(host, here) && !is_ours(host, any) && !is_ours(host, lan), "{host}");
-        }
-        for host in ["127.0.0.1:80:80", "[::1", "[::1]x", "localhost:x", "localhost:123456", "::1"] {
-            assert!(!is_ours(host, here), "{host}");
-        }
-    }
 
     #[test]
     fn an_address_may_lack_its_port_and_must_be_one_of_a_machine() {

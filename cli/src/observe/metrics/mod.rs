@@ -5,7 +5,7 @@
 //! serve them.
 
 use std::fmt::{Display, Write};
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
 use clap::Args;
@@ -70,9 +70,10 @@ pub(crate) fn serve(args: &MetricsArgs, rank: u32, local_rank: u32) -> Result<()
 
 /// The status of the answer to a request, for the fuzz targets.
 pub(crate) fn status_of(request: &[u8]) -> &'static str {
-    match http::parse(request) {
+    match http::parse(request).of(Ipv4Addr::LOCALHOST.into()) {
         Request::Whole(asked) => answer(&asked.path).status,
         Request::Wrong(status) => status,
+        Request::Misdirected => http::MISDIRECTED,
         Request::Gone => "",
     }
 }

@@ -19,7 +19,7 @@ fn ask(address: &str, request: &[u8]) -> String {
 }
 
 fn get(address: &str, path: &str) -> String {
-    ask(address, format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes())
+    ask(address, format!("GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n").as_bytes())
 }
 
 /// The value of the one line that begins with `start`.
@@ -76,6 +76,17 @@ fn metrics_of_a_running_job_move_whoever_else_asks() {
     assert!(get(&first, "/healthz").ends_with("\r\n\r\nalive\n"));
     assert!(get(&first, "/readyz").starts_with("HTTP/1.0 200"));
     assert!(get(&first, "/no").starts_with("HTTP/1.0 404"));
+    // The page of a stranger, which has given its own name this address, reads nothing.
+    for path in ["/metrics", "/healthz", "/readyz", "/no"] {
+        for host in ["Host: evil.example:9400\r\n", "Host: evil.example\r\n", ""] {
+            let answer = ask(&first, format!("GET {path} HTTP/1.1\r\n{host}\r\n").as_bytes());
+            assert!(
+                answer.starts_with("HTTP/1.0 421") && !answer.contains("kyklos_"),
+                "{path} {host}: {answer}"
+            );
+        }
+    }
+    assert!(ask(&first, b"GET /healthz HTTP/1.1\r\nHost: localhost:1\r\n\r\n").starts_with("HTTP/1.0 200"));
     assert!(ask(&first, b"POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.0 405"));
     assert!(ask(&first, b"\xff\x00\xfe\r\n\r\n").starts_with("HTTP/1.0 400"));
     let endless = [&b"GET /"[..], &vec![b'a'; 1 << 20]].concat();
