@@ -8,6 +8,7 @@
 
 use std::net::SocketAddr;
 
+use kyklos_transport::MAX_RANKS;
 use kyklos_transport::quic::{Identity, LinkSettings};
 
 use crate::address::{HostPort, parse_advertised};
@@ -140,6 +141,10 @@ pub(crate) fn assign(
             };
         }
     };
+    // Before anything is made for each rank.
+    if size.value > MAX_RANKS {
+        return Err(Error::request(&size.origin, format!("a group has at most {MAX_RANKS} ranks")));
+    }
     if rank.value >= size.value {
         return Err(Error::request(
             format!("{} with {}", rank.origin, size.origin),

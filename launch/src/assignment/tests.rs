@@ -90,6 +90,30 @@ fn contradictory_and_incomplete_settings_are_refused_by_both_names() {
 }
 
 #[test]
+fn more_ranks_than_a_group_has_are_refused_before_they_take_memory() {
+    for (options, variables) in [
+        ("rank=0 size=2049 coordinator=a:1", ""),
+        ("", "RANK=0 WORLD_SIZE=1000000000 MASTER_ADDR=a MASTER_PORT=3"),
+        (
+            "",
+            "RANK=0 WORLD_SIZE=4294967295 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4294967295 MASTER_ADDR=a MASTER_PORT=3",
+        ),
+        ("", "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=3000000000 SLURM_STEP_NODELIST=n[1-2]"),
+    ] {
+        let mut refused = None;
+        let allocated = allocation_counter::measure(|| refused = assign(options, variables).err());
+        let error = refused.expect("more ranks than a group has");
+        assert!(
+            error.is_request() && error.to_string().ends_with(": a group has at most 2048 ranks"),
+            "{error}"
+        );
+        assert!(allocated.bytes_max < 1 << 20, "{} bytes", allocated.bytes_max);
+    }
+    let most = "rank=2047 size=2048 coordinator=a:1";
+    assert_eq!(brief(assign(most, "").unwrap()), "2047/2048 0/1 a:1");
+}
+
+#[test]
 fn a_cluster_file_completes_a_launcher_or_is_refused_with_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("cluster.toml");

@@ -177,15 +177,16 @@ mod tests {
     }
 
     #[test]
-    fn more_tasks_than_can_be_ranks_take_no_memory() {
+    fn more_tasks_than_can_be_ranks_are_refused_and_take_no_memory() {
         let hosts = |more: u32| {
             let (most, all) = (MAX_RANKS - 1, MAX_RANKS - 1 + more);
             let variables = format!(
                 "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS={all} SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_TASKS_PER_NODE={most},{more}"
             );
-            assign("", &variables).unwrap().unwrap().hosts.len()
+            assign("", &variables).map(|assignment| assignment.unwrap().hosts.len())
         };
-        assert_eq!([1, 2].map(hosts), [MAX_RANKS as usize, 0]);
+        assert_eq!(hosts(1).unwrap(), MAX_RANKS as usize);
+        assert!(hosts(2).unwrap_err().to_string().contains("at most 2048 ranks"));
     }
 
     #[test]
