@@ -2,6 +2,7 @@
 
 mod bias;
 mod results;
+mod size;
 
 use std::ops::Range;
 
@@ -230,7 +231,7 @@ impl AttentionProblem {
     }
 
     fn checked(self) -> Result<Self> {
-        let Self { batch, q_len, kv_len, q_heads, kv_heads, head_dim, q_offset, .. } = self;
+        let Self { batch, kv_len, q_heads, kv_heads, head_dim, .. } = self;
         for (name, value) in
             [("batch", batch), ("query heads", q_heads), ("kv heads", kv_heads), ("head dim", head_dim)]
         {
@@ -287,23 +288,7 @@ impl AttentionProblem {
                 "use finite sinks; a head without one is far below its logits, such as -1e30",
             ));
         }
-        let positions = u64::from(q_len) + u64::from(q_offset);
-        if positions.max(u64::from(kv_len)) > u64::from(MAX_POSITION) {
-            return Err(Error::request(
-                format!("the sequence reaches position {}", positions.max(u64::from(kv_len))),
-                format!("positions stay below {MAX_POSITION}"),
-            ));
-        }
-        let elements =
-            u128::from(batch) * u128::from(q_len.max(kv_len)) * u128::from(q_heads) * u128::from(head_dim);
-        if elements > MAX_ELEMENTS {
-            return Err(Error::request(
-                format!("a tensor of this shape has {elements} elements"),
-                format!(
-                    "one tensor holds at most {MAX_ELEMENTS} elements; use fewer tokens, heads or batch entries"
-                ),
-            ));
-        }
+        self.check_size()?;
         if self.wire == WireFormat::F16 && self.dtype != Dtype::F32 {
             return Err(Error::request(
                 format!("f16 on the wire for tensors of {}", self.dtype),
@@ -348,10 +333,6 @@ const MOST_SOFTCAP: f32 = 1e30;
 /// byte, on the other rows of a kernel call. Kernels must divide keys into their own steps from the
 /// first key of a call on.
 pub const TILE_KEYS: u32 = 256;
-/// Kernels get positions as u32, and compare them with values that are larger by one.
-const MAX_POSITION: u32 = 1 << 31;
-/// So that byte counts of f32 state fit 63 bits with room to add them up.
-const MAX_ELEMENTS: u128 = 1 << 56;
 /// No kernel has been tried beyond this.
 const MAX_HEAD_DIM: u32 = 512;
 
@@ -371,6 +352,7 @@ mod tests {
             [1, 8, 8, 2, 0],
             [1, u32::MAX, 8, 2, 64],
             [u32::MAX, 1 << 30, 1 << 20, 1, 512],
+            [u32::MAX, 0, 1, 1, 8],
             [1, 8, 2, 4, 64],
         ] {
             assert!(make(shape).unwrap_err().is_request(), "{shape:?}");

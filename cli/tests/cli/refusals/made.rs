@@ -104,6 +104,11 @@ fn tensors(folder: &Path) {
     fs::write(folder.join("huge-header"), [0xff; 64]).unwrap();
     fs::write(folder.join("cut-header"), &good[..8 + header / 2]).unwrap();
     fs::write(folder.join("cut-data"), &good[..good.len() - 1]).unwrap();
+    let empty =
+        |name| format!(r#""{name}":{{"dtype":"F32","shape":[4294967295,0,2,32],"data_offsets":[0,0]}}"#);
+    let empty = format!("{{{},{},{}}}", empty("q"), empty("k"), empty("v"));
+    let length = (empty.len() as u64).to_le_bytes();
+    fs::write(folder.join("empty-batch"), [&length[..], empty.as_bytes()].concat()).unwrap();
     fs::write(folder.join("trailing"), [&good[..], b"more"].concat()).unwrap();
 }
 

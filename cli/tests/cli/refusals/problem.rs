@@ -25,6 +25,8 @@ const COMMANDS: &[&str] = &[
     "attend --shape 1,64,8,2,60",
     "attend --shape 1,4294967295,8,2,64",
     "attend --shape 4294967295,1073741824,1048576,1,512",
+    "attend --shape 4294967295,0,1,1,8",
+    "attend --input DIR/empty-batch",
     "ATTEND --q-offset 4294967290",
     "ATTEND --dtype f64",
     "ATTEND --scale inf",
