@@ -208,6 +208,19 @@ pub struct Abort {
     pub progress: Progress,
 }
 
+impl Abort {
+    /// The abort that `sender` asks for. It says so if another rank is to blame: nobody else has
+    /// seen that.
+    pub(crate) fn said_by(mut self, sender: Rank) -> Self {
+        if sender != self.culprit {
+            let (AbortCause::Died(text) | AbortCause::Failed(text) | AbortCause::Stuck(text)) =
+                &mut self.cause;
+            text.insert_str(0, &format!("rank {sender} says: "));
+        }
+        self
+    }
+}
+
 /// What happened to the rank that caused an abort.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AbortCause {

@@ -68,7 +68,8 @@ pub trait Transport: Send + Sync + fmt::Debug {
     fn agree(&self, vote: Vote, deadline: Duration) -> Posted<Vec<Bytes>>;
 
     /// Ends the operation on every rank: this rank has failed for `reason`. Idempotent; the first
-    /// abort that the coordinator sees wins.
+    /// abort that the coordinator sees wins. If `culprit` is another rank, the text of the cause
+    /// says on all ranks who asked for it.
     fn abort(&self, abort: Abort);
 
     /// Records what this rank is doing now, so that an abort caused by this rank's death can name

@@ -91,7 +91,7 @@ impl Transport for InProcess {
     }
 
     fn abort(&self, abort: Abort) {
-        self.hub.abort(abort);
+        self.hub.abort(abort.said_by(self.rank));
     }
 
     fn report_progress(&self, progress: Progress) {

@@ -41,7 +41,7 @@ impl Core {
                 }
                 Ok(Some(Frame::Vote { vote })) => self.count_vote(coordinator, rank, vote),
                 Ok(Some(Frame::Abort { abort })) if abort.culprit.0 < self.size => {
-                    self.decide(abort);
+                    self.decide(abort.said_by(rank));
                 }
                 Ok(Some(Frame::LinkLost { peer, text })) if peer.0 < self.size => {
                     // A rank that has left in order owes nothing: the other rank would have aborted

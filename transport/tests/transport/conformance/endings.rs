@@ -159,6 +159,8 @@ pub(crate) fn a_deadline_that_a_rank_reports_as_an_abort_ends_the_group(make: fn
     let cause = AbortCause::Failed(error.to_string());
     let abort = Abort { culprit: pending.peer, cause, progress: Progress { op: 0, step: 4 } };
     group[1].abort(abort.clone());
+    // The others learn who says so: rank 2 may be well.
+    let abort = Abort { cause: AbortCause::Failed(format!("rank 1 says: {error}")), ..abort };
     assert_eq!(abort_of(block_on(receive).unwrap_err()), abort);
     assert_eq!(abort_of(block_on(send).unwrap_err()), abort);
     assert_eq!(abort_of(block_on(vote).unwrap_err()), abort);
