@@ -10,11 +10,13 @@ use std::path::{Path, PathBuf};
 use bytes::Bytes;
 use half::{bf16, f16};
 use kyklos::Dtype;
+use kyklos_transport::harmless;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::bias::FileBias;
 use super::copy::{CopyId, Stamp};
 use super::gradient::FileGradients;
+use super::header;
 use super::positioned::read_exact_at;
 use super::shard::{Elements, Shard, TensorKind, dtype_of, zeroed};
 use crate::failure::{Failure, Result};
@@ -90,8 +92,7 @@ impl InputFile {
         let mut header = vec![0; header_bytes as usize];
         read_exact_at(&file, &mut header, LENGTH_BYTES)
             .map_err(|error| Failure::file("read", path, &error))?;
-        let tensors: Metadata =
-            serde_json::from_slice(&header).map_err(|error| not_safetensors(error.to_string()))?;
+        let tensors = header::read(&header).map_err(|error| not_safetensors(error.to_string()))?;
         let data_start = LENGTH_BYTES + header_bytes;
         let needed = data_start.saturating_add(tensors.data_len() as u64);
         if needed > file_bytes {
@@ -247,7 +248,7 @@ fn to_u32(extent: usize) -> Option<u32> {
 
 /// A name from a file, safe to print.
 fn shown(name: &str) -> String {
-    name.chars().take(40).map(|c| if c.is_control() { '?' } else { c }).collect()
+    harmless(&name.chars().take(40).collect::<String>())
 }
 
 fn list_or_none(names: &[String]) -> String {

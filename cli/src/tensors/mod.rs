@@ -4,6 +4,7 @@ pub(crate) mod bias;
 mod copy;
 mod file;
 mod gradient;
+mod header;
 mod input;
 pub(crate) mod output;
 mod positioned;

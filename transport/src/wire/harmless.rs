@@ -48,10 +48,10 @@ impl Frame {
 }
 
 /// They change the order in which a terminal shows the characters around them (Unicode
-/// bidirectional controls).
-const REORDERING: [char; 9] = [
-    '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}', '\u{202e}', '\u{2066}', '\u{2067}', '\u{2068}',
-    '\u{2069}',
+/// bidirectional controls), or separate lines.
+const REORDERING: [char; 14] = [
+    '\u{61c}', '\u{200e}', '\u{200f}', '\u{2028}', '\u{2029}', '\u{202a}', '\u{202b}', '\u{202c}',
+    '\u{202d}', '\u{202e}', '\u{2066}', '\u{2067}', '\u{2068}', '\u{2069}',
 ];
 
 #[cfg(test)]
@@ -61,6 +61,7 @@ mod tests {
     #[test]
     fn control_characters_are_escaped_and_nothing_else() {
         assert_eq!(harmless("a\nb\r\u{1b}[2J\u{9b}é \u{202e}x"), r"a\nb\r\u{1b}[2J\u{9b}é \u{202e}x");
+        assert_eq!(harmless("a\u{2028}b\u{200f}\u{61c}"), r"a\u{2028}b\u{200f}\u{61c}");
         let plain = r"rank 1: C:\temp, 字 'é' — ok";
         assert_eq!(harmless(plain), plain);
         assert_eq!(harmless(&harmless("a\n")), r"a\n");

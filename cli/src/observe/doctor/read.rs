@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use kyklos::MAX_RANKS;
+use kyklos_transport::harmless;
 
 use crate::observe::record::format::{
     AbortLine, CallLine, EventLine, FORMAT, Line, MessagesLine, NcclLine, PeerLine, RankLine, StepAt,
@@ -133,10 +134,9 @@ fn clean_step(place: StepAt) -> StepAt {
     StepAt { doing: place.doing.as_deref().map(clean), ..place }
 }
 
-/// Text without control characters, of limited length.
+/// Text that controls no terminal, of limited length.
 pub(super) fn clean(text: &str) -> String {
-    let harmless = |c: char| if c.is_control() { ' ' } else { c };
-    text.chars().take(MOST_CHARACTERS).map(harmless).collect()
+    harmless(&text.chars().take(MOST_CHARACTERS).collect::<String>())
 }
 
 /// More than any record has: a recorder keeps some thousand events, of about 120 bytes each.
