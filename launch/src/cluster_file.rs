@@ -1,11 +1,10 @@
 //! The cluster file, which an operator writes: the host of every rank, in TOML. Another source
 //! gives the rank of this process.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 
 use kyklos_transport::MAX_RANKS;
+use kyklos_transport::regular_file::read_regular_text;
 use serde::Deserialize;
 
 use crate::address::{DEFAULT_PORT, HostPort};
@@ -34,16 +33,8 @@ struct RankEntry {
 
 /// Reads the file; `rank` is this process's rank, if it is known.
 pub(crate) fn source(path: &Path, options: &Options, rank: Option<u32>) -> Result<Source> {
-    let failed = |source| Error::ClusterFile { path: path.to_owned(), source };
-    let mut text = String::new();
-    let file = File::open(path).map_err(failed)?;
-    file.take(MAX_BYTES + 1).read_to_string(&mut text).map_err(failed)?;
-    if text.len() as u64 > MAX_BYTES {
-        return Err(Error::request(
-            format!("{} has more than {MAX_BYTES} bytes", path.display()),
-            "list the ranks and nothing else",
-        ));
-    }
+    let text = read_regular_text(path, MAX_BYTES)
+        .map_err(|source| Error::ClusterFile { path: path.to_owned(), source })?;
     parse(&text, &format!("cluster file {}", path.display()), rank, options.check_device)
 }
 

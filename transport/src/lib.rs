@@ -67,6 +67,7 @@ mod pulse;
 pub mod quic;
 mod rank;
 mod recorder;
+pub mod regular_file;
 mod spans;
 mod transport;
 pub mod wire;

@@ -2,11 +2,12 @@
 //! replaces the old one whole.
 
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use kyklos::backend::wgpu::TuningTable;
+use kyklos_transport::regular_file::read_regular_text;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, Result, note};
@@ -48,17 +49,11 @@ pub(crate) fn path() -> Option<PathBuf> {
 
 /// The table in the file; empty if there is no file. The error says why the file cannot be used.
 pub(crate) fn read(path: &Path) -> Result<TuningTable, String> {
-    let file = match fs::File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(TuningTable::default()),
-        Err(error) => return Err(error.to_string()),
-    };
-    let mut text = String::new();
-    file.take(MOST_BYTES + 1).read_to_string(&mut text).map_err(|error| error.to_string())?;
-    if text.len() as u64 > MOST_BYTES {
-        return Err(format!("it has more than {MOST_BYTES} bytes"));
+    match read_regular_text(path, MOST_BYTES) {
+        Ok(text) => parse(&text),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(TuningTable::default()),
+        Err(error) => Err(error.to_string()),
     }
-    parse(&text)
 }
 
 /// The table in the text of a file.

@@ -4,22 +4,15 @@ use std::path::Path;
 
 use kyklos::PlanError;
 use kyklos::simulate::Cluster;
+use kyklos_transport::regular_file::read_regular_text;
 
 use crate::failure::{Failure, Result};
 use crate::hints;
 
 /// Reads a description of a cluster.
 pub(crate) fn read(path: &Path) -> Result<Cluster> {
-    let bytes =
-        std::fs::metadata(path).map_err(|error| Failure::file("read", path, &error).into_refusal())?.len();
-    if bytes > MOST_BYTES {
-        return Err(Failure::request(
-            format!("{} has {bytes} bytes", path.display()),
-            format!("a cluster description has at most {MOST_BYTES}"),
-        ));
-    }
-    let text =
-        std::fs::read_to_string(path).map_err(|error| Failure::file("read", path, &error).into_refusal())?;
+    let text = read_regular_text(path, MOST_BYTES)
+        .map_err(|error| Failure::file("read", path, &error).into_refusal())?;
     Cluster::from_toml(&text).map_err(|error| {
         let failure = Failure::from(error);
         Failure { text: format!("{}: {}", path.display(), failure.text), ..failure }

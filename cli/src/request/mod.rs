@@ -262,7 +262,7 @@ impl Request {
         match memory_bytes() {
             Some(memory) if share > u128::from(memory) => Err(Failure::request(
                 format!(
-                    "the tensors of the ranks here take {}, this machine has {}",
+                    "the tensors of the ranks here take {}, this machine has {} for them",
                     plan::bytes(u64::try_from(share).unwrap_or(u64::MAX)),
                     plan::bytes(memory)
                 ),

@@ -11,6 +11,7 @@ use bytes::Bytes;
 use half::{bf16, f16};
 use kyklos::Dtype;
 use kyklos_transport::harmless;
+use kyklos_transport::regular_file::open_regular;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::bias::FileBias;
@@ -55,15 +56,8 @@ impl InputFile {
             Failure::request(format!("{} {mismatch}", path.display()), remedy)
         };
         let cannot_open = |error| Failure::file("open", path, &error).into_refusal();
-        let regular = |metadata: &fs::Metadata| match metadata.is_file() {
-            true => Ok(()),
-            false => Err(wrong("is not a regular file".to_owned(), "name a safetensors file")),
-        };
-        // Before the file is opened: opening a pipe waits for a writer.
-        regular(&fs::metadata(path).map_err(cannot_open)?)?;
-        let file = File::open(path).map_err(cannot_open)?;
+        let file = open_regular(path).map_err(cannot_open)?;
         let metadata = file.metadata().map_err(|error| Failure::file("read", path, &error))?;
-        regular(&metadata)?;
         let file_bytes = metadata.len();
         let not_safetensors = |why: String| {
             wrong(

@@ -5,12 +5,17 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kyklos_transport::regular_file::read_regular;
+
 /// A file begins with the BLAKE3 hash of the rest.
 const HASH_BYTES: usize = 32;
 
+/// Far more than the kernels of one architecture take.
+const MOST_BYTES: u64 = 1 << 30;
+
 /// The contents of a file, unless it is absent or its hash does not match.
 pub(crate) fn read(path: &Path) -> Option<Vec<u8>> {
-    let mut file = fs::read(path).ok()?;
+    let mut file = read_regular(path, MOST_BYTES).ok()?;
     if file.len() < HASH_BYTES {
         return None;
     }

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use kyklos::{Error, Result};
+use kyklos_transport::regular_file::read_regular;
 
 /// A cubin with some kernels: they are launched instead of those of the same names.
 ///
@@ -32,7 +33,8 @@ impl Replacement {
                 "name a cubin, as nvcc -cubin makes it",
             )
         };
-        let bytes = std::fs::read(path).map_err(|error| wrong(&format!("it cannot be read: {error}")))?;
+        let bytes =
+            read_regular(path, MOST_BYTES).map_err(|error| wrong(&format!("it cannot be read: {error}")))?;
         let Some((architecture, kernels)) = contents(&bytes) else {
             return Err(wrong("it is no cubin, or a part of one"));
         };
@@ -86,6 +88,8 @@ fn contents(bytes: &[u8]) -> Option<(u32, Vec<String>)> {
     Some((u32::try_from(architecture).ok()?, kernels))
 }
 
+/// Far more than the kernels of one architecture take.
+const MOST_BYTES: u64 = 1 << 30;
 /// The machine of a cubin's header.
 const EM_CUDA: usize = 190;
 /// The kind of a section that has a size and no bytes.

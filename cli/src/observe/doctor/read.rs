@@ -1,11 +1,11 @@
 //! Reads a record. The file may be truncated, or may not be a record.
 
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use kyklos::MAX_RANKS;
 use kyklos_transport::harmless;
+use kyklos_transport::regular_file::open_regular;
 
 use crate::observe::record::format::{
     AbortLine, CallLine, EventLine, FORMAT, Line, MessagesLine, NcclLine, PeerLine, RankLine, StepAt,
@@ -26,7 +26,7 @@ pub(crate) struct Record {
 
 /// Reads a file, or says why it cannot be used.
 pub(super) fn read(path: &Path) -> Result<Record, String> {
-    let file = File::open(path).map_err(|error| error.to_string())?;
+    let file = open_regular(path).map_err(|error| error.to_string())?;
     of_lines(path, file)
 }
 

@@ -79,6 +79,19 @@ fn hostile_files_are_refused_with_a_reason() {
             &["not a safetensors file"],
         ),
         (extra("mask"), &["`mask` as F32", "BOOL"]),
+        (
+            header(
+                &format!(
+                    "{{{},{},{},{}}}",
+                    tensor("q", "F32", "[1,2,1,8]", 0, 64),
+                    tensor("k", "F32", "[1,2,1,8]", 64, 128),
+                    tensor("v", "F32", "[1,2,1,8]", 128, 192),
+                    tensor("v", "F32", "[1,1,1,16]", 128, 192)
+                ),
+                192,
+            ),
+            &["not a safetensors file", "\"v\" appears twice"],
+        ),
         (extra("sinks"), &["`sinks` with shape", "one sink for each query head"]),
         (extra("bias"), &["`bias` with shape [2]", "[1 or 1, 1 or 1, 2 or 1, 2]"]),
     ];
@@ -119,6 +132,34 @@ fn hostile_files_are_refused_with_a_reason() {
     assert_eq!(std::fs::read(&ours).unwrap(), before);
     refused(&kyklos(&["attend", "--input", folder.path().to_str().unwrap()]), &["regular file"]);
     refused(&kyklos(&["attend", "--input", "no/such/file"]), &["no/such/file"]);
+}
+
+#[test]
+#[cfg(unix)]
+fn no_file_that_an_option_names_is_waited_for_or_read_without_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let rank = ["attend", "--shape", "1,64,8,2,64", "--device", "cpu", "--rank", "0"];
+    let of_two = [&rank[..], &["--world", "2", "--coordinator", "127.0.0.1:9"]].concat();
+    let explain = ["plan", "--explain", "--shape", "1,64,8,2,64", "--ranks", "2"];
+    for path in [pipe.to_str().unwrap(), "/dev/zero"] {
+        for (before, option) in [
+            (&explain[..], "--hardware"),
+            (&rank[..5], "--hardware"),
+            (&rank[..], "--cluster"),
+            (&of_two[..], "--identity"),
+            (&rank[..5], "--invite"),
+            (&["doctor"][..], ""),
+            (&["certs", "show"][..], ""),
+        ] {
+            let words: Vec<&str> =
+                before.iter().copied().chain([option, path]).filter(|word| !word.is_empty()).collect();
+            let output = kyklos(&words);
+            assert_eq!(output.status.code(), Some(2), "{words:?}: {}", stderr(&output));
+            assert!(stderr(&output).contains("it is not a regular file"), "{words:?}: {}", stderr(&output));
+        }
+    }
 }
 
 #[test]

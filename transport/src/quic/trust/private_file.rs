@@ -1,12 +1,12 @@
 //! Files that hold keys: written for their owner only, and read only if no other user can read
 //! them.
 
-use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{self, Write};
 use std::path::Path;
 
 use super::protection;
 use crate::error::TransportError;
+use crate::regular_file::{open_regular, read_opened, read_regular};
 
 /// Writes a new file that only its owner can read. Errors name the file by `what`.
 pub(crate) fn write_new(path: &Path, what: &str, text: &str) -> Result<(), TransportError> {
@@ -18,41 +18,30 @@ pub(crate) fn write_new(path: &Path, what: &str, text: &str) -> Result<(), Trans
 
 /// Reads a file with a key; refuses it if other users can read it.
 pub(crate) fn read(path: &Path, what: &str) -> Result<Vec<u8>, TransportError> {
-    let file = open(path, what)?;
-    let cannot =
-        |error| TransportError::bootstrap(format!("cannot read the {what} {}: {error}", path.display()));
+    let cannot = |error| cannot_read(path, what, &error);
+    let file = open_regular(path).map_err(cannot)?;
     if let Some(why) = protection::complaint(&file, path).map_err(cannot)? {
         return Err(TransportError::bootstrap(format!("the {what} {} {why}", path.display())));
     }
-    take(file, path, what, LONGEST_BYTES)
+    read_opened(file, LONGEST_BYTES).map_err(cannot)
 }
 
 /// Reads a file without secrets.
 pub(crate) fn read_public(path: &Path, what: &str) -> Result<Vec<u8>, TransportError> {
-    take(open(path, what)?, path, what, LONGEST_BYTES)
+    read_up_to(path, what, LONGEST_BYTES)
 }
 
 /// Reads a list without secrets, which may be longer.
 pub(crate) fn read_list(path: &Path, what: &str) -> Result<Vec<u8>, TransportError> {
-    take(open(path, what)?, path, what, LONGEST_LIST_BYTES)
+    read_up_to(path, what, LONGEST_LIST_BYTES)
 }
 
-fn open(path: &Path, what: &str) -> Result<File, TransportError> {
-    File::open(path).map_err(|error| {
-        TransportError::bootstrap(format!("cannot read the {what} {}: {error}", path.display()))
-    })
+fn read_up_to(path: &Path, what: &str, most_bytes: u64) -> Result<Vec<u8>, TransportError> {
+    read_regular(path, most_bytes).map_err(|error| cannot_read(path, what, &error))
 }
 
-fn take(file: File, path: &Path, what: &str, most: u64) -> Result<Vec<u8>, TransportError> {
-    let mut bytes = Vec::new();
-    file.take(most + 1).read_to_end(&mut bytes).map_err(|error| {
-        TransportError::bootstrap(format!("cannot read the {what} {}: {error}", path.display()))
-    })?;
-    if bytes.len() as u64 > most {
-        let text = format!("{} has more than {most} bytes: that is no {what}", path.display());
-        return Err(TransportError::bootstrap(text));
-    }
-    Ok(bytes)
+fn cannot_read(path: &Path, what: &str, error: &io::Error) -> TransportError {
+    TransportError::bootstrap(format!("cannot read the {what} {}: {error}", path.display()))
 }
 
 /// One PEM block with Unix line ends.

@@ -6,6 +6,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
+use kyklos_transport::regular_file::read_regular;
 use serde::{Deserialize, Serialize};
 
 use super::cells::CellName;
@@ -161,7 +162,7 @@ fn keep(records: &mut Vec<Record>, places: &mut BTreeMap<CellName, usize>, recor
 }
 
 fn read(path: &Path) -> Result<Contents> {
-    let bytes = match std::fs::read(path) {
+    let bytes = match read_regular(path, MOST_BYTES) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Contents::default()),
         Err(error) => return Err(Failure::file("read", path, &error)),
@@ -209,6 +210,8 @@ fn difference(there: &Header, here: &Header) -> Option<String> {
 }
 
 /// Why a cell failed in which the program ended.
+/// A line for each cell, of a few KiB.
+const MOST_BYTES: u64 = 1 << 30;
 const ENDED_IN_IT: &str = "the program ended in this cell";
 
 #[cfg(test)]
