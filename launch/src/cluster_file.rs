@@ -1,6 +1,7 @@
 //! The cluster file, which an operator writes: the host of every rank, in TOML. Another source
 //! gives the rank of this process.
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use kyklos_transport::MAX_RANKS;
@@ -33,8 +34,13 @@ struct RankEntry {
 
 /// Reads the file; `rank` is this process's rank, if it is known.
 pub(crate) fn source(path: &Path, options: &Options, rank: Option<u32>) -> Result<Source> {
-    let text = read_regular_text(path, MAX_BYTES)
-        .map_err(|source| Error::ClusterFile { path: path.to_owned(), source })?;
+    let text = read_regular_text(path, MAX_BYTES).map_err(|source| match source.kind() {
+        ErrorKind::FileTooLarge => Error::request(
+            format!("{} has more than {MAX_BYTES} bytes", path.display()),
+            "list the ranks and nothing else",
+        ),
+        _ => Error::ClusterFile { path: path.to_owned(), source },
+    })?;
     parse(&text, &format!("cluster file {}", path.display()), rank, options.check_device)
 }
 

@@ -1,5 +1,6 @@
 //! Descriptions of devices and links: `--hardware`.
 
+use std::io::ErrorKind;
 use std::path::Path;
 
 use kyklos::PlanError;
@@ -11,8 +12,13 @@ use crate::hints;
 
 /// Reads a description of a cluster.
 pub(crate) fn read(path: &Path) -> Result<Cluster> {
-    let text = read_regular_text(path, MOST_BYTES)
-        .map_err(|error| Failure::file("read", path, &error).into_refusal())?;
+    let text = read_regular_text(path, MOST_BYTES).map_err(|error| match error.kind() {
+        ErrorKind::FileTooLarge => Failure::request(
+            format!("{} has more than {MOST_BYTES} bytes", path.display()),
+            "write devices, hosts and links, and nothing else",
+        ),
+        _ => Failure::file("read", path, &error).into_refusal(),
+    })?;
     Cluster::from_toml(&text).map_err(|error| {
         let failure = Failure::from(error);
         Failure { text: format!("{}: {}", path.display(), failure.text), ..failure }
