@@ -116,11 +116,12 @@ impl Call<'_> {
     /// One block for each query tile of a head.
     async fn run_tiled(&self) -> Result<()> {
         let mut pieces = self.pieces(self.args.state.shape.heads, self.arguments.fresh);
+        let all_flops = pieces.all_flops();
         let next = |budget| {
             let (piece, flops) = pieces.next(budget)?;
             Some(self.arguments_of(&piece).map(|(arguments, grid)| (arguments, grid, flops)))
         };
-        self.submit(next, |arguments, grid| self.launch(&arguments, grid)).await
+        self.submit((next, all_flops), |arguments, grid| self.launch(&arguments, grid)).await
     }
 
     /// One block for each part of the keys of a query tile of a pack, then a merge of all parts
@@ -140,6 +141,7 @@ impl Call<'_> {
         let (from_a, from_ml) = (states.address(), states.address() + a_bytes as u64);
         // A part without keys has a state too, which its block initialises. So no piece may be left out.
         let mut pieces = self.pieces(packs.len(), parts);
+        let all_flops = pieces.all_flops();
         let next = |budget| {
             let (piece, flops) = pieces.next(budget)?;
             let last = pieces.is_finished();
@@ -166,7 +168,7 @@ impl Call<'_> {
         };
         let merge = PartsArguments { state: into, parts, fresh: self.arguments.fresh };
         let merge_parts = row_launch_config("merge_parts", shape)?.expect("there are rows");
-        self.submit(next, |(arguments, last), grid| {
+        self.submit((next, all_flops), |(arguments, last), grid| {
             if !last {
                 return device.launch(self.launch_config(grid), &arguments, &self.reads(), &[&states]);
             }
@@ -231,7 +233,7 @@ impl Call<'_> {
                 Ok((arguments, [blocks, 1, 1], flops))
             }))
         };
-        self.submit(next, |arguments, grid| {
+        self.submit((next, pieces.all_flops()), |arguments, grid| {
             let launch = self.launch_config(grid);
             self.device.launch_instead_of(self.reset.as_ref(), launch, &arguments, &reads, &writes)
         })
@@ -264,10 +266,10 @@ impl Call<'_> {
     }
 
     /// Submits a call in pieces: `next` gives the next piece for a budget of floating-point
-    /// operations, `launch` submits it.
+    /// operations, of `all_flops`; `launch` submits it.
     async fn submit<A>(
         &self,
-        mut next: impl FnMut(f64) -> Option<Result<Submission<A>>>,
+        (mut next, all_flops): (impl FnMut(f64) -> Option<Result<Submission<A>>>, f64),
         launch: impl Fn(A, [u32; 3]) -> Result<Arc<Event>>,
     ) -> Result<()> {
         let Self { device, args, kernel, .. } = self;
@@ -284,7 +286,7 @@ impl Call<'_> {
                 submitted,
                 done,
             });
-            self.control.piece_done()?;
+            self.control.share_done(flops / all_flops)?;
             yield_now().await;
         }
         Ok(())

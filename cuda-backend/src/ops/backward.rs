@@ -90,9 +90,10 @@ async fn backward_in_pieces(
     let extents = [shape.rows, work.kv_positions.len()];
     let kernels = backward_kernels(args.dtype, shape.dim, extents, given, device.wgmma)?;
     let call = Call::new(device, &args, kernels)?;
+    let all_flops = call.all_flops();
     for pass in &call.passes {
         for part in call.parts(pass) {
-            call.run(pass, part, control).await?;
+            call.run(pass, part, (control, all_flops)).await?;
         }
     }
     Ok(())
@@ -252,8 +253,15 @@ impl<'a> Call<'a> {
         if of_keys { self.readers.len() - 1 } else { self.args.shape.heads }
     }
 
+    /// Floating-point operations of all passes.
+    fn all_flops(&self) -> f64 {
+        let of_pass =
+            |pass| self.parts(pass).iter().map(|part| self.pieces(pass, part).all_flops()).sum::<f64>();
+        self.passes.iter().map(of_pass).sum()
+    }
+
     /// Runs a part of a pass in pieces.
-    async fn run(&self, pass: &Pass, part: Part, control: &Control) -> Result<()> {
+    async fn run(&self, pass: &Pass, part: Part, (control, all_flops): (&Control, f64)) -> Result<()> {
         let (device, kernel, whole) = (self.device, &pass.kernel, &pass.arguments);
         let mut pieces = self.pieces(pass, &part);
         let first_flops_per_s = first_rate(self.args.dtype);
@@ -285,7 +293,7 @@ impl<'a> Call<'a> {
             let kernel = name.clone();
             let piece = InFlightPiece { kernel, flops, first_flops_per_s, submitted, done };
             device.pacer.record_submission(piece);
-            control.piece_done()?;
+            control.share_done(flops / all_flops)?;
             yield_now().await;
         }
         Ok(())

@@ -50,6 +50,12 @@ impl PieceSplitter {
         &self.tiles[batch.min(self.tiles.len() - 1)]
     }
 
+    /// Floating-point operations of all query tiles.
+    pub(crate) fn all_flops(&self) -> f64 {
+        let of_head = |batch: usize| self.tile_flops(batch).iter().sum::<f64>();
+        (0..self.batch).map(of_head).sum::<f64>() * self.heads as f64
+    }
+
     /// Whether all query tiles were given out.
     pub(crate) fn is_finished(&self) -> bool {
         self.next.0 == self.batch

@@ -1,5 +1,6 @@
 //! Cancelling a long computation.
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -16,6 +17,17 @@ pub struct Control {
     pieces: Arc<AtomicU64>,
     /// Beats with every piece.
     pulse: Arc<Pulse>,
+    told: Told,
+}
+
+/// Called with the share of each piece.
+#[derive(Clone, Default)]
+struct Told(Option<Arc<dyn Fn(f64) + Send + Sync>>);
+
+impl fmt::Debug for Told {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Told").field(&self.0.is_some()).finish()
+    }
 }
 
 impl Control {
@@ -27,6 +39,23 @@ impl Control {
     /// The same control, which also beats `pulse` with every piece.
     pub fn beating(self, pulse: Arc<Pulse>) -> Self {
         Self { pulse, ..self }
+    }
+
+    /// The same control, which also calls `told` with the argument of [`Self::share_done`].
+    pub fn telling(self, told: impl Fn(f64) + Send + Sync + 'static) -> Self {
+        Self { told: Told(Some(Arc::new(told))), ..self }
+    }
+
+    /// [`Self::piece_done`] of a backend that knows which share of the work of this call, above 0
+    /// and at most 1, the piece is. The shares of a call add up to 1, about.
+    ///
+    /// # Errors
+    /// As [`Self::piece_done`].
+    pub fn share_done(&self, share: f64) -> Result<()> {
+        if let Told(Some(told)) = &self.told {
+            told(share);
+        }
+        self.piece_done()
     }
 
     /// Called by backends between two pieces.

@@ -81,6 +81,11 @@ pub trait Observer: std::fmt::Debug + Send + Sync {
 
     /// The counters of `rank` in operation `op` so far. Called after every step.
     fn counted(&self, _rank: Rank, _op: u64, _so_far: &RankReport) {}
+
+    /// `rank` has done `share` of the attention of operation `op`, 0 to 1: never less than before,
+    /// by the visible tiles of its steps. Called after every piece of work whose backend knows its
+    /// share, and after every attend step.
+    fn worked(&self, _rank: Rank, _op: u64, _share: f64) {}
 }
 
 /// An observer that does nothing.
@@ -110,6 +115,8 @@ pub struct LoweredPlan {
     /// For each attend step, its lowered masks and positions, layer by layer; for other steps
     /// nothing.
     works: Vec<Vec<BlockWork>>,
+    /// For each of them, its share of the work of all; they add up to 1.
+    shares: Vec<Vec<f64>>,
     /// Whether any rank sends keys or values as f16 that are f32.
     narrows: bool,
 }
@@ -120,6 +127,7 @@ impl LoweredPlan {
         let set = plans.set();
         let (plan, problem) = (set.plan(rank), &set.problem);
         let mut works: Vec<Vec<BlockWork>> = Vec::with_capacity(plan.steps.len());
+        let mut shares: Vec<Vec<f64>> = Vec::with_capacity(plan.steps.len());
         let mut before: Option<usize> = None;
         for step in &plan.steps {
             let mut layers = Vec::new();
@@ -202,6 +210,7 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
             shared_bias: None,
             d_shared_bias: None,
             step: 0,
+            worked: 0.0,
             unsettled: Vec::new(),
             overflow: None,
         };
@@ -249,6 +258,13 @@ impl<'a, B: Backend, C: Collective<B> + ?Sized> Executor<'a, B, C> {
         let (rows, heads) = (buffer.rows(), buffer.head_count() as usize);
         buffer.content.tensors(problem).map(|tensor| batch * tensor.bytes(rows, heads)).collect()
     }
+}
+
+/// (query, key) pairs of the tiles of a block, of all batch entries and `heads` heads.
+#[expect(clippy::cast_precision_loss, reason = "what a block costs, about")]
+fn cost(work: &BlockWork, batch: usize, heads: usize) -> f64 {
+    let tile = u64::from(work.tile.q_rows) * u64::from(work.tile.kv_cols);
+    (work.tiles(batch) * tile) as f64 * heads as f64
 }
 
 /// Extents of a running state of a plan.

@@ -1,6 +1,6 @@
 //! One operation of one rank: its steps, in order.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use kyklos_transport::{Progress, Rank, Tag, Vote, Work};
 use tracing::Instrument;
@@ -27,6 +27,8 @@ pub(super) struct Run<'r, 'a, B: Backend, C: ?Sized> {
     pub(super) d_shared_bias: Option<B::Buffer>,
     /// Index of the current step. The steps before it are done.
     pub(super) step: usize,
+    /// The share of the attention that the steps before it, and its layers so far, have done.
+    pub(super) worked: f64,
     /// Exchanges that have ended and whose messages may still be on their way to the device
     /// ([`Collective::settled`]).
     pub(super) unsettled: Vec<u32>,
@@ -143,11 +145,13 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 for (n, work) in works.iter().enumerate() {
                     let (slices, state) = ([q, kv], (*state, &mut tensors[..]));
                     let output = output.as_deref_mut().filter(|_| n + 1 == works.len());
-                    let attend = self.attend(slices, bias.as_deref(), work, state, output, control);
+                    let control = self.telling(control, n);
+                    let attend = self.attend(slices, bias.as_deref(), work, state, output, &control);
                     attended = drive(background, attend).await;
                     if attended.is_err() {
                         break;
                     }
+                    self.layer_done(n);
                 }
                 self.memory.put(*state, tensors);
                 if let Err(Error::Cancelled) = attended {
@@ -162,12 +166,14 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
                 self.begin_ahead(started, &mut background.ahead);
                 let mut sums = self.take_sums(step)?;
                 let mut attended = Ok(());
-                for work in &lowered.works[self.step] {
-                    let attend = self.attend_backward(step, work, &mut sums, control);
+                for (n, work) in lowered.works[self.step].iter().enumerate() {
+                    let control = self.telling(control, n);
+                    let attend = self.attend_backward(step, work, &mut sums, &control);
                     attended = drive(background, attend).await;
                     if attended.is_err() {
                         break;
                     }
+                    self.layer_done(n);
                 }
                 self.put_sums(step, sums);
                 if let Err(Error::Cancelled) = attended {
@@ -267,6 +273,27 @@ impl<'r, B: Backend, C: Collective<B> + ?Sized> Run<'r, '_, B, C> {
             }
             _ => self.executor.backend.attend(args, control).await,
         }
+    }
+
+    /// `control` for layer `n` of the current step: it tells the observer how far the attention is.
+    fn telling(&self, control: &Control, n: usize) -> Control {
+        let Executor { plan, options, lowered, .. } = self.executor;
+        let (observer, rank, op) = (Arc::clone(&options.observer), Rank(plan.rank), self.op);
+        let (before, all) = (self.worked, lowered.shares[self.step][n]);
+        let of_layer = Mutex::new(0.0);
+        control.clone().telling(move |share| {
+            let mut done = of_layer.lock().unwrap_or_else(PoisonError::into_inner);
+            // Shares are rounded.
+            *done = f64::min(*done + share, 1.0);
+            observer.worked(rank, op, f64::min(before + all * *done, 1.0));
+        })
+    }
+
+    /// Layer `n` of the current step is done, or submitted to the device.
+    fn layer_done(&mut self, n: usize) {
+        let Executor { plan, options, lowered, .. } = self.executor;
+        self.worked = f64::min(self.worked + lowered.shares[self.step][n], 1.0);
+        options.observer.worked(Rank(plan.rank), self.op, self.worked);
     }
 
     async fn wait_for(&mut self, id: u32, background: &mut Background<'r, B::Buffer>) -> Result<()> {

@@ -8,7 +8,7 @@ use futures_util::future::LocalBoxFuture;
 use rayon::iter::{ParallelBridge, ParallelIterator};
 
 use super::bias::BiasRows;
-use super::call::Call;
+use super::call::{Call, share};
 use super::job::{Job, Run};
 use super::keys::PackedKeys;
 use super::pack::Tensor;
@@ -100,6 +100,7 @@ async fn attend_in_pieces(
         .expect("positions are u32, so tiles are");
     let tile_cost = u64::from(work.tile.q_rows * work.tile.kv_cols) * dim as u64 * 2;
     let stretch = u32::try_from(JOB_COST / tile_cost).unwrap_or(u32::MAX).clamp(1, tiles);
+    let all = work.tiles(shape.batch) * shape.heads as u64 * tile_cost;
     let stretch_bytes = PackedKeys::tile_bytes(&call, kernel) * stretch as usize;
     let heads_at_once = (PACKED_BYTES / stretch_bytes).max(1);
     let mut keys = backend.packed.take();
@@ -124,20 +125,20 @@ async fn attend_in_pieces(
                 };
                 keys.pack(backend.level, kernel, &call, kv_heads, &heads, &range, wanted, &backend.scratch);
             });
-            attend_pieces(backend, &call, now, &keys, tile_cost, control).await?;
+            attend_pieces(backend, &call, now, &keys, (tile_cost, all), control).await?;
         }
     }
     backend.packed.give(keys);
     Ok(())
 }
 
-/// Runs jobs, sorted by falling cost, in pieces.
+/// Runs jobs, sorted by falling cost, in pieces: `all` is the cost of the call.
 async fn attend_pieces(
     backend: &CpuBackend,
     call: &Call<'_>,
     jobs: &mut [Job<'_>],
     keys: &PackedKeys,
-    tile_cost: u64,
+    (tile_cost, all): (u64, u64),
     control: &Control,
 ) -> Result<()> {
     let cost = |job: &Job<'_>| job.tiles_in(&keys.tiles) * tile_cost;
@@ -164,7 +165,7 @@ async fn attend_pieces(
             });
         });
         backend.rate.measured(sum, start);
-        control.piece_done()?;
+        control.share_done(share(sum, all))?;
         yield_now().await;
     }
     Ok(())

@@ -77,3 +77,9 @@ impl<'a> Call<'a> {
         &all[first..all.len().min(first + width)]
     }
 }
+
+/// What `part` is of `all`.
+#[expect(clippy::cast_precision_loss, reason = "a share, for people")]
+pub(super) fn share(part: u64, all: u64) -> f64 {
+    part as f64 / all.max(1) as f64
+}

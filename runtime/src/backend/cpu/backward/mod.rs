@@ -31,7 +31,7 @@ use self::run::Run;
 pub(super) use self::stats::row_stats;
 use self::waves::{PRODUCTS, Sum, Waves};
 use super::bias::BiasRows;
-use super::call::Call;
+use super::call::{Call, share};
 use super::pack::Tensor;
 use super::{CpuBackend, CpuBuffer};
 use crate::backend::{AttendBackward, Control, Layout, StateShape, yield_now};
@@ -108,21 +108,22 @@ async fn backward_in_pieces(
         Sum { elements: bytemuck::cast_slice_mut(args.dk.bytes_mut()?), layout, batch, rows, heads, dim };
     let dv =
         Sum { elements: bytemuck::cast_slice_mut(args.dv.bytes_mut()?), layout, batch, rows, heads, dim };
+    let all = work.tiles(batch) * shape.heads as u64;
     let mut waves = Waves::new(dq, dk, dv, args.kv_head_of);
     for wave in 0..waves.count() {
         let mut jobs = waves.jobs(wave);
-        run(backend, &call, &mut jobs, &mut d_bias, control).await?;
+        run(backend, &call, &mut jobs, (&mut d_bias, all), control).await?;
         waves.take_back(jobs);
     }
     Ok(())
 }
 
-/// Runs the jobs of a wave in pieces.
+/// Runs the jobs of a wave in pieces: `all` are the tiles of the call.
 async fn run(
     backend: &CpuBackend,
     call: &BackwardCall<'_>,
     jobs: &mut [Job<'_>],
-    d_bias: &mut Option<BiasSum<'_>>,
+    (d_bias, all): (&mut Option<BiasSum<'_>>, u64),
     control: &Control,
 ) -> Result<()> {
     let tile_cost = u64::from(TILE.q_rows * TILE.kv_cols) * (call.forward.dim * PRODUCTS) as u64;
@@ -162,7 +163,7 @@ async fn run(
             }
         });
         backend.backward_rate.measured(sum, start);
-        control.piece_done()?;
+        control.share_done(share(sum, all * tile_cost))?;
         yield_now().await;
         from = to;
     }

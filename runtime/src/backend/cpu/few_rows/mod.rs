@@ -14,7 +14,7 @@ use pulp::{Simd, WithSimd};
 use rayon::iter::{IntoParallelIterator, IntoParallelRefIterator, ParallelIterator};
 
 use super::CpuBackend;
-use super::call::Call;
+use super::call::{Call, share};
 use super::job::Merge;
 use super::kernel::alone;
 use super::scratch::Scratch;
@@ -76,7 +76,7 @@ pub(super) async fn attend(
                 }
             }
         }
-        control.piece_done()?;
+        control.share_done(share(piece.len() as u64, stretches.len() as u64))?;
         yield_now().await;
     }
     Ok(())

@@ -44,6 +44,7 @@ async fn attend_in_pieces(
         return decode.run(control).await;
     }
     let call = Call::new(backend, &args)?;
+    let all_flops = call.items(&call.whole()).all_flops();
     for region in call.regions() {
         let mut pieces = call.items(&region);
         let windows = call.windows(&region)?;
@@ -51,7 +52,7 @@ async fn attend_in_pieces(
             backend.pace.room().await;
             backend.gpu.check()?;
             call.submit(&region, &windows, items, flops)?;
-            control.piece_done()?;
+            control.share_done(flops / all_flops)?;
             yield_now().await;
         }
     }
@@ -116,6 +117,11 @@ impl<'a> Call<'a> {
             kernel,
             list,
         })
+    }
+
+    fn whole(&self) -> Region {
+        let keys = 0..u32::try_from(self.args.work.kv_positions.len()).unwrap_or(u32::MAX);
+        Region { batch: 0..self.args.state.shape.batch, tiles: 0..self.args.work.q_tiles(), keys }
     }
 
     /// Cuts a call that does not fit the device's bindings: by batch entries, then rows, then keys.

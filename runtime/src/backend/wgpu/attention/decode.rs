@@ -143,7 +143,11 @@ struct Bindings<'a> {
 impl Decode<'_> {
     pub(in crate::backend::wgpu) async fn run(&self, control: &Control) -> Result<()> {
         let kernel = Kernel::Decode(self.kernel);
-        for region in self.regions() {
+        let regions = self.regions();
+        let cost = |region: &Region| count(region.batch.len() * region.keys.len());
+        let all: f64 = regions.iter().map(cost).sum();
+        for region in regions {
+            let share = cost(&region) / all;
             let bindings = self.bind(&region)?;
             let items = region.batch.len() * self.groups * region.splits.count;
             let item_flops =
@@ -158,7 +162,7 @@ impl Decode<'_> {
                 self.backend.gpu.check()?;
                 let flops = item_flops * count(piece.len());
                 self.submit(&region, &bindings, piece, done == items, flops)?;
-                control.piece_done()?;
+                control.share_done(share * flops / (item_flops * count(items)))?;
                 yield_now().await;
             }
         }

@@ -69,6 +69,7 @@ async fn backward_in_pieces(
     let all = [Sums::Queries].into_iter().chain(of_keys).chain(call.of_bias()?);
     let passes: Vec<_> = all.map(|sums| Pass::new(&call, sums)).collect();
     backend.gpu.compile(passes.iter().map(|pass| pass.kernel))?;
+    let all_flops: f64 = passes.iter().map(Pass::all_flops).sum();
     for pass in passes {
         for region in pass.regions() {
             let windows = call.tensors.windows(&backend.gpu, &args, pass.kernel, &region)?;
@@ -78,7 +79,7 @@ async fn backward_in_pieces(
                     backend.pace.room().await;
                     backend.gpu.check()?;
                     pass.submit(&region, &heads, &windows, items, flops)?;
-                    control.piece_done()?;
+                    control.share_done(flops / all_flops)?;
                     yield_now().await;
                 }
             }
@@ -231,6 +232,13 @@ impl<'a> Pass<'a> {
         let [fixed, _] = self.sides(region);
         let own = self.backward.tile_rows() as usize;
         fixed.start / own..fixed.end.div_ceil(own)
+    }
+
+    /// Operations of the pass.
+    fn all_flops(&self) -> f64 {
+        let batch = 0..self.call.args.shape.batch;
+        let keys = 0..self.call.args.work.kv_positions.len();
+        self.items(&Region { batch, rows: 0..self.call.args.shape.rows, keys }, self.heads()).all_flops()
     }
 
     fn items(&self, region: &Region, heads: usize) -> Items {

@@ -47,6 +47,11 @@ impl Items {
         (end > first).then_some((first..end, flops))
     }
 
+    /// Operations of all items.
+    pub(in crate::backend::wgpu) fn all_flops(&self) -> f64 {
+        (0..self.items).map(|item| self.flops(item)).sum()
+    }
+
     fn flops(&self, item: u64) -> f64 {
         let tiles = self.met[0].len() as u64;
         let index = |n: u64| usize::try_from(n).expect("an index into a Vec, or a batch entry");
