@@ -136,7 +136,7 @@ impl Assignment {
         config.bind = options.bind.unwrap_or(config.bind);
         config.heartbeat = options.heartbeat;
         config.stuck_after = options.stuck_after.unwrap_or(config.stuck_after);
-        (config.warn, config.note) = (options.warn, options.note);
+        (config.warn, config.note, config.waits) = (options.warn, options.note, options.waits);
         config.epoch = self.run_id.as_deref().map_or(0, epoch);
         options.link.check(config.bind, self.size).map_err(Error::Link)?;
         config.link = options.link;

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kyklos_transport::quic::LinkSettings;
-use kyklos_transport::{BootstrapKind, Regroup};
+use kyklos_transport::{BootstrapKind, Rank, Regroup};
 
 /// How this process joins its group. What is not set comes from the environment
 /// ([`LAUNCHERS`](crate::LAUNCHERS)), then from defaults; with [`Options::default`] everything
@@ -94,6 +94,9 @@ pub struct Options {
     /// Receives one line for each problem that may become a failure, and the kind of that failure.
     /// Default: a `warn` event of `tracing`.
     pub warn: fn(&str, BootstrapKind),
+    /// Called with the ranks for which this one waits while the group forms, each time they change:
+    /// [`QuicConfig::waits`](kyklos_transport::quic::QuicConfig::waits). Default: does nothing.
+    pub waits: fn(&[Rank]),
 }
 
 impl Default for Options {
@@ -121,6 +124,7 @@ impl Default for Options {
             check_device: |_| Ok(()),
             note: |text| tracing::info!("{text}"),
             warn: |text, _| tracing::warn!("{text}"),
+            waits: |_| {},
         }
     }
 }

@@ -81,6 +81,10 @@ pub struct QuicConfig {
     /// Receives one line for each event worth a note: on rank 0, each identity that it has given
     /// away.
     pub note: fn(&str),
+    /// While the group forms: called with the ranks for which this one waits, each time they
+    /// change; on other ranks than 0 that is rank 0, until it answers, and then all. Empty once the
+    /// group has formed.
+    pub waits: fn(&[Rank]),
     /// Settings of the network between the ranks.
     pub link: LinkSettings,
 }
@@ -112,6 +116,7 @@ impl QuicConfig {
             stuck_after: Duration::from_secs(180),
             warn: |text, _| tracing::warn!("{text}"),
             note: |text| tracing::info!("{text}"),
+            waits: |_| {},
             link: LinkSettings::default(),
         }
     }

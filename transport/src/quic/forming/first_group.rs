@@ -40,8 +40,14 @@ async fn form_or_regroup(
     endpoint: &Arc<RankEndpoint>,
     who: Option<Regroup>,
 ) -> Result<NextGroup, TransportError> {
-    let QuicConfig { epoch, size, connect_deadline, note, .. } = endpoint.config;
-    let (error, prior) = match form(endpoint).await {
+    let QuicConfig { rank, epoch, size, connect_deadline, note, waits, .. } = endpoint.config;
+    // Rank 0 knows which ranks are missing.
+    if rank != Rank::COORDINATOR {
+        waits(&[Rank::COORDINATOR]);
+    }
+    let formed = form(endpoint).await;
+    waits(&[]);
+    let (error, prior) = match formed {
         Ok(mesh) => return Ok(NextGroup { epoch, members: (0..size).map(Rank).collect(), mesh }),
         Err(FormError::Failed(error)) => return Err(error),
         Err(FormError::Lost { error, prior }) => (error, prior),

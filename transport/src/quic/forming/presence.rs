@@ -14,6 +14,12 @@ use crate::rank::Rank;
 use crate::wire::Purpose;
 
 impl Forming<'_> {
+    /// The members other than this rank.
+    pub(crate) fn others(&self) -> Vec<Rank> {
+        let me = self.endpoint.config.rank;
+        self.members.iter().copied().filter(|rank| *rank != me).collect()
+    }
+
     /// Waits for a control connection of every other rank. Returns them by rank, and the ranks that
     /// have taken the place of lost processes.
     ///
@@ -26,8 +32,9 @@ impl Forming<'_> {
         let mut replaced = BTreeSet::new();
         let mut ended: BTreeMap<Rank, PeerConnection> = BTreeMap::new();
         loop {
-            let others = || self.members.iter().copied().filter(|&rank| rank != self.members[0]);
-            let missing: Vec<Rank> = others().filter(|rank| !control.contains_key(rank)).collect();
+            let mut missing = self.others();
+            missing.retain(|rank| !control.contains_key(rank));
+            (self.endpoint.config.waits)(&missing);
             if missing.is_empty() {
                 return Ok((control.into_values().collect(), replaced));
             }

@@ -39,6 +39,8 @@ impl Forming<'_> {
         from: &mut PeerConnection,
     ) -> Result<AddressTable, TransportError> {
         let mut table = AddressTable::new();
+        // The last of them decides when the table comes.
+        (self.endpoint.config.waits)(&self.others());
         while table.len() < self.members.len() {
             match self.next_frame(from).await? {
                 Frame::AddressTable { candidates }
