@@ -7,7 +7,7 @@ use kyklos::plan::table;
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_forward};
 use serde::Serialize;
 
-use crate::devices::{self, DeviceId, DeviceReport};
+use crate::devices::{self, BackendKind, DeviceId, DeviceReport};
 use crate::failure::{Failure, Result, print};
 use crate::run::{alone, quiet};
 use crate::tensors::Source;
@@ -70,15 +70,15 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
         ]
     });
     let mut out = table(&["device", "name", "class", "driver", "kernel", "probe"], rows.collect());
-    if !gpus {
+    if !gpus && BackendKind::Wgpu.left_out().is_none() {
         out.push_str(if can_load_drivers() {
             "\nno GPU: no Vulkan, Metal or DX12 driver was found\n"
         } else {
             "\nno GPU: this program is static (musl), and a static program loads no driver; use a build for glibc\n"
         });
     }
-    for (name, why) in devices::why_none().into_iter().filter(|_| can_load_drivers()) {
-        out.push_str(&format!("\nno device of {name}: {why}\n"));
+    for why in devices::left_out().into_iter().filter(|_| can_load_drivers()) {
+        out.push_str(&format!("\n{why}\n"));
     }
     print(&out)
 }

@@ -18,8 +18,8 @@ pub(crate) trait BackendEntry {
     /// What the drivers of this machine offer. Empty where there is no driver.
     fn devices() -> Vec<DeviceInfo>;
 
-    /// Why the list is empty, and what to do about it, where the driver tells.
-    fn why_none() -> Option<String> {
+    /// What the list lacks, why, and what to do about it, where the driver tells.
+    fn left_out() -> Option<String> {
         None
     }
 

@@ -21,8 +21,8 @@ impl BackendEntry for Cuda {
         devices.iter().map(|device| device.info.clone()).collect()
     }
 
-    fn why_none() -> Option<String> {
-        found().err().map(ToString::to_string)
+    fn left_out() -> Option<String> {
+        found().err().map(|why| format!("no device of cuda: {why}"))
     }
 
     /// Without a number: the usable devices share the ranks.

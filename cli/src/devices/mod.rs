@@ -11,7 +11,7 @@ mod table;
 pub(crate) mod tuned;
 mod wgpu;
 
-pub(crate) use self::name::{DeviceId, DeviceRequest, all, choose, names, why_none};
+pub(crate) use self::name::{DeviceId, DeviceRequest, all, choose, left_out, names};
 pub(crate) use self::report::DeviceReport;
 pub(crate) use self::tab::{let_in, let_in_nowhere, say_goodbye};
 pub(crate) use self::table::BackendKind;

@@ -124,9 +124,9 @@ pub(crate) fn all() -> Vec<DeviceId> {
     BackendKind::ALL.iter().rev().copied().flat_map(of).collect()
 }
 
-/// Backends without a device on this machine whose driver tells why: their names and the reasons.
-pub(crate) fn why_none() -> Vec<(&'static str, String)> {
-    BackendKind::ALL.iter().filter_map(|kind| Some((kind.name(), kind.why_none()?))).collect()
+/// What the list of [`all`] lacks, and why, where drivers tell.
+pub(crate) fn left_out() -> Vec<String> {
+    BackendKind::ALL.iter().filter_map(|kind| kind.left_out()).collect()
 }
 
 fn for_auto() -> Vec<(DeviceId, DeviceClass)> {

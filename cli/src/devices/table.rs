@@ -14,7 +14,7 @@ struct Facts {
     numbered: bool,
     has_kernels: bool,
     devices: fn() -> Vec<DeviceInfo>,
-    why_none: fn() -> Option<String>,
+    left_out: fn() -> Option<String>,
     choose: fn(Option<usize>, usize) -> Result<usize>,
     for_auto: fn() -> Vec<(usize, DeviceClass)>,
 }
@@ -26,7 +26,7 @@ impl Facts {
             numbered: E::NUMBERED,
             has_kernels: E::HAS_KERNELS,
             devices: E::devices,
-            why_none: E::why_none,
+            left_out: E::left_out,
             choose: E::choose,
             for_auto: E::for_auto,
         }
@@ -89,9 +89,9 @@ impl BackendKind {
         (self.facts().devices)()
     }
 
-    /// Why there are none, where the driver tells.
-    pub(super) fn why_none(self) -> Option<String> {
-        (self.facts().why_none)()
+    /// What the list of them lacks, and why, where the driver tells.
+    pub(crate) fn left_out(self) -> Option<String> {
+        (self.facts().left_out)()
     }
 
     /// The device that is meant by `index`, for the rank number `local_rank` of this machine.

@@ -22,16 +22,22 @@ impl BackendEntry for Wgpu {
         adapters().to_vec()
     }
 
+    fn left_out() -> Option<String> {
+        WgpuBackend::left_out()
+    }
+
     /// Without a number: the devices of the best class share the ranks.
     fn choose(index: Option<usize>, local_rank: usize) -> Result<usize> {
         let adapters = adapters();
         if adapters.is_empty() {
-            return Err(Failure::refused_here(if can_load_drivers() {
-                "no device for wgpu: no Vulkan, Metal or DX12 driver was found: install the GPU's driver, \
-                 or use --device cpu"
-            } else {
-                "no device for wgpu: this program is static (musl), and a static program loads no driver: use a \
-                 build for glibc, or --device cpu"
+            return Err(Failure::refused_here(match WgpuBackend::left_out() {
+                Some(left_out) => format!("no device for wgpu: {left_out}"),
+                None if can_load_drivers() => "no device for wgpu: no Vulkan, Metal or DX12 driver was found: \
+                                               install the GPU's driver, or use --device cpu"
+                    .to_owned(),
+                None => "no device for wgpu: this program is static (musl), and a static program loads no driver: \
+                         use a build for glibc, or --device cpu"
+                    .to_owned(),
             }));
         }
         let best = DeviceClass::best(&adapters.iter().map(|info| info.class).collect::<Vec<_>>());

@@ -80,12 +80,14 @@ fn device_index(request: DeviceRequest) -> Result<usize> {
         return Err(one_kernel(kind));
     }
     if BackendKind::Wgpu.devices().is_empty() {
-        return Err(Failure::refused(if can_load_drivers() {
-            "nothing to tune: no Vulkan, Metal or DX12 driver was found, and the cpu has one kernel: install the \
-             GPU's driver"
-        } else {
-            "nothing to tune: this program is static (musl), which loads no driver, and the cpu has one kernel: use a \
-             build for glibc"
+        return Err(Failure::refused(match BackendKind::Wgpu.left_out() {
+            Some(left_out) => format!("nothing to tune: {left_out}"),
+            None if can_load_drivers() => "nothing to tune: no Vulkan, Metal or DX12 driver was found, and the cpu has \
+                                           one kernel: install the GPU's driver"
+                .to_owned(),
+            None => "nothing to tune: this program is static (musl), which loads no driver, and the cpu has one kernel: \
+                     use a build for glibc"
+                .to_owned(),
         }));
     }
     match devices::choose(&[request], 0)? {

@@ -11,6 +11,8 @@ use kyklos_shaders::Kernel;
 
 use super::class::class;
 #[cfg(not(target_arch = "wasm32"))]
+use super::hidden::{descriptor, remark};
+#[cfg(not(target_arch = "wasm32"))]
 use super::listing::distinct;
 use crate::backend::wgpu::backend::WgpuBackend;
 use crate::backend::wgpu::device::{Gpu, OpenedBy};
@@ -76,10 +78,20 @@ impl WgpuBackend {
     ///
     /// A GPU that several APIs offer is listed once, through Vulkan if that is one of them. The
     /// environment variable `WGPU_BACKEND` of wgpu (`vulkan`, `dx12`, `metal`, or several with
-    /// commas) limits the APIs, and so chooses another.
+    /// commas) limits the APIs, and so chooses another. wgpu's variables for flags of instances,
+    /// such as `WGPU_VALIDATION`, work as wgpu documents them; adapters that wgpu leaves out are
+    /// named by [`Self::left_out`].
     #[cfg(not(target_arch = "wasm32"))]
     pub fn enumerate() -> Vec<DeviceInfo> {
         adapters().iter().map(|adapter| describe(adapter.get_info(), Variants::auto(adapter), 0)).collect()
+    }
+
+    /// Names the GPUs that [`Self::enumerate`] leaves out because their drivers do not claim to
+    /// conform to Vulkan, and the variable of the environment that lets it list them. `None` where
+    /// there are none. Asks the drivers again, which may take a second.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn left_out() -> Option<String> {
+        remark()
     }
 
     /// The kernels that a device of [`Self::enumerate`] uses for these tensors when nothing was
@@ -321,28 +333,40 @@ fn web_name(device: &wgpu::Device) -> String {
     }
 }
 
-fn new_instance() -> wgpu::Instance {
+#[cfg(target_arch = "wasm32")]
+fn instance() -> wgpu::Instance {
     wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle())
 }
 
-#[cfg(target_arch = "wasm32")]
-fn instance() -> wgpu::Instance {
-    new_instance()
-}
-
-/// The only instance of the process. It is never dropped: the Vulkan loader unloads the drivers
-/// with the last instance, and a process that exits while another thread does that jumps into
-/// unmapped code.
+/// The only instance of the process that computes. It is never dropped: the Vulkan loader unloads
+/// the drivers with the last instance, and a process that exits while another thread does that
+/// jumps into unmapped code.
 #[cfg(not(target_arch = "wasm32"))]
 fn instance() -> &'static wgpu::Instance {
     static INSTANCE: std::sync::OnceLock<wgpu::Instance> = std::sync::OnceLock::new();
-    INSTANCE.get_or_init(new_instance)
+    INSTANCE.get_or_init(|| wgpu::Instance::new(descriptor()))
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+pub(super) fn apis() -> wgpu::Backends {
+    wgpu::Backends::PRIMARY.with_env() & wgpu::Backends::PRIMARY
+}
+
+/// What the drivers offer to `instance`.
+#[cfg(not(target_arch = "wasm32"))]
+pub(super) fn on(instance: &wgpu::Instance) -> Vec<wgpu::Adapter> {
+    pollster::block_on(instance.enumerate_adapters(apis()))
+}
+
+/// What the drivers offer, a GPU once for each driver.
+#[cfg(not(target_arch = "wasm32"))]
+pub(super) fn every_adapter() -> Vec<wgpu::Adapter> {
+    on(instance())
 }
 
 #[cfg(not(target_arch = "wasm32"))]
 fn adapters() -> Vec<wgpu::Adapter> {
-    let apis = wgpu::Backends::PRIMARY.with_env() & wgpu::Backends::PRIMARY;
-    let all = pollster::block_on(instance().enumerate_adapters(apis));
+    let all = every_adapter();
     let listed = distinct(&all.iter().map(wgpu::Adapter::get_info).collect::<Vec<_>>());
     all.into_iter()
         .enumerate()
@@ -356,8 +380,9 @@ fn with_adapter<T>(index: usize, use_it: impl FnOnce(&wgpu::Adapter) -> Result<T
     let adapters = adapters();
     let Some(adapter) = adapters.get(index) else {
         let count = adapters.len();
+        let hidden = remark().map_or_else(String::new, |remark| format!("; {remark}"));
         return Err(Error::request(
-            format!("there is no wgpu device {index}: this machine has {count}"),
+            format!("there is no wgpu device {index}: this machine has {count}{hidden}"),
             match count.checked_sub(1) {
                 Some(last) => format!("use 0 to {last}"),
                 None if can_load_drivers() => {

@@ -3,4 +3,6 @@
 pub(super) mod adapter;
 pub(super) mod class;
 #[cfg(not(target_arch = "wasm32"))]
+pub(super) mod hidden;
+#[cfg(not(target_arch = "wasm32"))]
 pub(super) mod listing;

@@ -1,0 +1,124 @@
+//! Vulkan adapters that wgpu hides: their drivers do not claim to conform to Vulkan, as dzn, the
+//! driver of GPUs in WSL2. They are named where a user looks for a GPU, and used only if the user
+//! asks for them by wgpu's variable.
+
+use std::sync::OnceLock;
+
+use wgpu::{AdapterInfo, InstanceDescriptor, InstanceFlags};
+
+use super::adapter::{apis, every_adapter, on};
+
+/// wgpu's variable that shows them: any value but 0.
+const SHOW: &str = "WGPU_ALLOW_UNDERLYING_NONCOMPLIANT_ADAPTER";
+
+/// The settings of an instance: those of wgpu, and what wgpu's own variables change in its flags
+/// and in the options of its APIs. Which APIs are used, [`apis`] says.
+pub(in crate::backend::wgpu) fn descriptor() -> InstanceDescriptor {
+    let plain = InstanceDescriptor::new_without_display_handle();
+    InstanceDescriptor {
+        flags: plain.flags.with_env(),
+        backend_options: plain.backend_options.clone().with_env(),
+        ..plain
+    }
+}
+
+/// Names the adapters that are hidden and the variable that shows them. Asks the drivers a second
+/// time, so only explanations call it.
+pub(in crate::backend::wgpu) fn remark() -> Option<String> {
+    static REMARK: OnceLock<Option<String>> = OnceLock::new();
+    REMARK.get_or_init(ask).clone()
+}
+
+fn ask() -> Option<String> {
+    let InstanceDescriptor { flags, .. } = descriptor();
+    let vulkan = apis() & wgpu::Backends::VULKAN;
+    if vulkan.is_empty() || flags.contains(InstanceFlags::ALLOW_UNDERLYING_NONCOMPLIANT_ADAPTER) {
+        return None;
+    }
+    let flags = flags | InstanceFlags::ALLOW_UNDERLYING_NONCOMPLIANT_ADAPTER;
+    let instance = wgpu::Instance::new(InstanceDescriptor { flags, backends: vulkan, ..descriptor() });
+    let all: Vec<_> = on(&instance).iter().map(wgpu::Adapter::get_info).collect();
+    // Never dropped, as the other one.
+    std::mem::forget(instance);
+    let listed: Vec<_> = every_adapter().iter().map(wgpu::Adapter::get_info).collect();
+    words(&left_out(all, &listed))
+}
+
+/// Those of `all` that are not among `listed`; of equal ones as many as are missing.
+fn left_out(all: Vec<AdapterInfo>, listed: &[AdapterInfo]) -> Vec<AdapterInfo> {
+    let key = |info: &AdapterInfo| {
+        let AdapterInfo { name, vendor, device, driver, driver_info, backend, .. } = info.clone();
+        (name, vendor, device, driver, driver_info, backend)
+    };
+    let mut listed: Vec<_> = listed.iter().map(key).collect();
+    let mut is_listed = |info: &AdapterInfo| {
+        let place = listed.iter().position(|other| *other == key(info));
+        place.map(|place| listed.swap_remove(place)).is_some()
+    };
+    all.into_iter().filter(|info| !is_listed(info)).collect()
+}
+
+fn words(hidden: &[AdapterInfo]) -> Option<String> {
+    let name = |info: &AdapterInfo| match &info.driver[..] {
+        "" => info.name.clone(),
+        driver => format!("{} (driver {driver})", info.name),
+    };
+    let names: Vec<String> = hidden.iter().map(name).collect();
+    if names.is_empty() {
+        return None;
+    }
+    Some(format!(
+        "{} is left out, because its Vulkan driver does not claim to conform to Vulkan: {SHOW}=1 in the environment \
+         lets wgpu use it, and kyklos attend --verify compares its results with those of the CPU",
+        names.join(", ")
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn adapter(name: &str, driver: &str) -> AdapterInfo {
+        let info = AdapterInfo::new(wgpu::DeviceType::DiscreteGpu, wgpu::Backend::Vulkan);
+        AdapterInfo { name: name.to_owned(), driver: driver.to_owned(), ..info }
+    }
+
+    #[test]
+    fn adapters_that_are_only_in_the_longer_list_are_left_out() {
+        let [dzn, llvmpipe] = [adapter("Direct3D12 (GPU)", "Dozen"), adapter("llvmpipe", "llvmpipe")];
+        let all = || vec![dzn.clone(), llvmpipe.clone(), dzn.clone()];
+        assert_eq!(left_out(all(), &[llvmpipe.clone()]), [dzn.clone(), dzn.clone()]);
+        assert_eq!(left_out(all(), &[llvmpipe.clone(), dzn.clone()]), [dzn.clone()]);
+        assert!(left_out(all(), &all()).is_empty());
+        assert!(left_out(Vec::new(), &all()).is_empty());
+    }
+
+    #[test]
+    fn the_remark_names_them_and_the_variable() {
+        assert_eq!(words(&[]), None);
+        let text = words(&[adapter("Direct3D12 (GPU)", "Dozen"), adapter("other", "")]).unwrap();
+        assert!(text.starts_with("Direct3D12 (GPU) (driver Dozen), other is left out"), "{text}");
+        assert!(text.contains("WGPU_ALLOW_UNDERLYING_NONCOMPLIANT_ADAPTER=1"), "{text}");
+    }
+
+    #[test]
+    fn the_flag_is_that_of_the_variable() {
+        let has = descriptor().flags.contains(InstanceFlags::ALLOW_UNDERLYING_NONCOMPLIANT_ADAPTER);
+        match std::env::var(SHOW) {
+            Ok(value) => assert_eq!(has, value != "0"),
+            Err(_) => {
+                assert!(!has);
+                // The environment of a process cannot be changed while others may read it.
+                for value in ["0", "1"] {
+                    let me = std::env::current_exe().unwrap();
+                    let name = "backend::wgpu::adapters::hidden::tests::the_flag_is_that_of_the_variable";
+                    let child =
+                        std::process::Command::new(me).args(["--exact", name]).env(SHOW, value).output();
+                    let output = child.unwrap();
+                    let text = String::from_utf8_lossy(&output.stdout);
+                    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+                }
+            }
+        }
+    }
+}
