@@ -196,6 +196,10 @@ impl Backend for Device {
         self.0.supports(dtype, head_dim)
     }
 
+    fn supports_state(&self, shape: StateShape) -> Result<()> {
+        self.0.supports_state(shape)
+    }
+
     fn supports_fixed_order(&self) -> Result<()> {
         self.0.supports_fixed_order()
     }

@@ -87,6 +87,15 @@ pub trait Backend {
         Ok(())
     }
 
+    /// Refuses a running state that is larger than the device's kernels can read. Called before
+    /// ranks vote, so that no data moves.
+    ///
+    /// # Errors
+    /// [`Error::Request`].
+    fn supports_state(&self, _shape: StateShape) -> Result<()> {
+        Ok(())
+    }
+
     /// Refuses sums in a fixed order ([`AttentionProblem::fixed_order`]) if the device's kernels
     /// cannot give them. Called before ranks vote.
     ///

@@ -148,11 +148,29 @@ impl LoweredPlan {
                 }
                 before = Some(works.len());
             }
+            let heads = block.map_or(0, |(q, ..)| q.heads.len());
+            let cost = |work: &BlockWork| cost(work, problem.batch as usize, heads);
+            shares.push(layers.iter().map(cost).collect());
             works.push(layers);
         }
+        let all = shares.iter().flatten().sum::<f64>().max(1.0);
+        shares.iter_mut().flatten().for_each(|share| *share /= all);
         let converts = |plan: &Plan| plan.steps.iter().any(|step| matches!(step, Step::Convert { .. }));
         let narrows = problem.wire == WireFormat::F16 && set.plans.iter().any(converts);
-        Self { plans, rank, works, narrows }
+        Self { plans, rank, works, shares, narrows }
+    }
+
+    /// Refuses a plan with a running state that `backend` does not support.
+    ///
+    /// # Errors
+    /// [`Error::Request`].
+    pub fn check<B: Backend>(set: &PlanSet, rank: Rank, backend: &B) -> Result<()> {
+        let plan = set.plan(rank);
+        let states = plan.steps.iter().filter_map(|step| match step {
+            Step::Attend { state, .. } => Some(*state),
+            _ => None,
+        });
+        states.map(|state| state_shape(set, plan, state)).try_for_each(|shape| backend.supports_state(shape))
     }
 
     /// Host memory of this and of the plans of all ranks, in bytes; arrays that steps share count

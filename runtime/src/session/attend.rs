@@ -9,7 +9,7 @@ use super::Session;
 use super::agreement::{Agreed, facts_of, note};
 use super::choice::plans;
 use super::shapes::Shapes;
-use crate::backend::{Backend, Device, DeviceBuffer};
+use crate::backend::{Backend, Device, DeviceBuffer, StateShape};
 use crate::call::{Attention, BIAS, BiasRows, Options};
 use crate::error::{Error, Result};
 use crate::exec::{AbortOnDrop, DeviceOutput, Executor, Inputs, LoweredPlan};
@@ -200,9 +200,12 @@ impl Session {
         call.bias_rows.as_ref().map(on_device).transpose()
     }
 
-    /// Refuses a forward pass for which the device has no kernels.
-    pub(super) fn supports(&self, call: &Attention, dtype: Dtype, dim: usize) -> Result<()> {
+    /// Refuses a forward pass with queries of this shape for which the device has no kernels, or
+    /// whose state is too large for them if it has the rows and heads of the rank's own queries.
+    pub(super) fn supports(&self, call: &Attention, dtype: Dtype, q: [usize; 4]) -> Result<()> {
+        let [batch, rows, heads, dim] = q;
         self.device.supports(dtype, dim)?;
+        self.device.supports_state(StateShape { batch, rows, heads, dim })?;
         if call.options.execution.fixed_order {
             self.device.supports_fixed_order()?;
         }
@@ -217,7 +220,7 @@ impl Session {
         bias: Option<DeviceBuffer>,
     ) -> Result<Inputs<DeviceBuffer>> {
         let device: &Device = &self.device;
-        self.supports(call, q.dtype(), q.shape()[3])?;
+        self.supports(call, q.dtype(), q.shape())?;
         let shared = call.options.bias.is_some_and(|tensor| tensor.shared_rows);
         let tensors = [q.buffer("q", device)?, k.buffer("k", device)?, v.buffer("v", device)?];
         Ok(Inputs::of(tensors, bias, shared))

@@ -49,6 +49,10 @@ impl<B: Backend, O: Observer> Backend for Observed<B, O> {
         self.backend.supports(dtype, head_dim)
     }
 
+    fn supports_state(&self, shape: StateShape) -> Result<()> {
+        self.backend.supports_state(shape)
+    }
+
     fn supports_fixed_order(&self) -> Result<()> {
         self.backend.supports_fixed_order()
     }

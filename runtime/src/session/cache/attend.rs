@@ -206,7 +206,7 @@ impl Session {
         let Some(facts) = first else {
             return Err(Error::request("calls on no cache", "give a cache for each call"));
         };
-        self.supports(call, q.dtype(), q.shape()[3])?;
+        self.supports(call, q.dtype(), q.shape())?;
         note(&mut self.last_facts, self.op, count, call, &Shapes::of([q, k, v]), Some((facts, &made)))
     }
 }
