@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kyklos::{Error, PlanError};
 use kyklos_transport::{TransportError, harmless};
 
-use crate::hints;
+use crate::{activity, hints};
 
 /// An error message for standard error, and the exit code.
 #[derive(Clone, Debug)]
@@ -152,16 +152,20 @@ pub(crate) fn print_help(help: &clap::Error) -> Result<()> {
 /// Writes to standard output. A closed reader is no failure.
 pub(crate) fn print(text: &str) -> Result<()> {
     has_answered();
-    let mut stdout = io::stdout().lock();
-    written(stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()))
+    activity::aside(|| {
+        let mut stdout = io::stdout().lock();
+        written(stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()))
+    })
 }
 
 /// Prints an object as JSON, without a copy of the text in memory: it may be large.
 pub(crate) fn print_json(value: &impl serde::Serialize) -> Result<()> {
     has_answered();
-    let mut stdout = io::BufWriter::new(io::stdout().lock());
-    let json = serde_json::to_writer_pretty(&mut stdout, value).map_err(io::Error::from);
-    written(json.and_then(|()| stdout.write_all(b"\n")).and_then(|()| stdout.flush()))
+    activity::aside(|| {
+        let mut stdout = io::BufWriter::new(io::stdout().lock());
+        let json = serde_json::to_writer_pretty(&mut stdout, value).map_err(io::Error::from);
+        written(json.and_then(|()| stdout.write_all(b"\n")).and_then(|()| stdout.flush()))
+    })
 }
 
 fn written(written: io::Result<()>) -> Result<()> {
@@ -177,7 +181,7 @@ fn written(written: io::Result<()>) -> Result<()> {
 pub(crate) fn note(line: &str) {
     // One call, so that lines of several ranks do not mix.
     let line = line.split('\n').map(harmless).collect::<Vec<_>>().join("\n");
-    let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
+    let _ = activity::aside(|| io::stderr().lock().write_all(format!("{line}\n").as_bytes()));
 }
 
 #[cfg(test)]

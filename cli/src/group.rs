@@ -10,6 +10,7 @@ use clap::Args;
 use kyklos_launch::{Options, SecretText};
 use kyklos_transport::quic::{Identity, LinkSettings};
 
+use crate::activity;
 use crate::devices::DeviceRequest;
 use crate::failure::{Failure, Result, note};
 use crate::hints::{hinted, of_bootstrap};
@@ -113,6 +114,7 @@ impl GroupArgs {
             },
             note,
             warn: |text, kind| note(&hinted(format!("warning: {text}"), of_bootstrap(kind))),
+            waits: activity::waits_for,
         }
     }
 

@@ -138,6 +138,7 @@ pub(crate) fn end(exit: u8) {
     for path in locked(&PATHS).iter() {
         let _ = std::fs::remove_file(path);
     }
+    activity::ends();
     tell_launcher();
     std::process::exit(i32::from(exit));
 }

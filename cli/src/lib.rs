@@ -11,6 +11,7 @@
 //!
 //! | module | holds |
 //! |---|---|
+//! | `activity` | the line on a terminal that says what this process does |
 //! | `hints`, `failure`, `interrupt`, `cores`, `switches`, `median`, `messages`, `new_file` | hints of errors, errors and printing, signals, core dumps without keys, environment switches, small messages between ranks, files that get their names when complete |
 //! | `devices` | names of devices, the table of backends, tuned choices |
 //! | `options` | values of options, and options that several commands share |
@@ -28,6 +29,7 @@
 #[cfg(target_endian = "big")]
 compile_error!("tensor files are little-endian, and so must be the machine");
 
+mod activity;
 mod commands;
 mod cores;
 #[doc(hidden)]
@@ -63,6 +65,7 @@ use failure::{Failure, note, print_help};
 /// Runs the program with the arguments of this process.
 pub fn main() -> ExitCode {
     let exit = run_command();
+    activity::ends();
     interrupt::tell_launcher();
     exit
 }

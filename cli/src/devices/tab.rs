@@ -12,6 +12,7 @@ use qrcode::QrCode;
 use qrcode::render::unicode::Dense1x2;
 
 use super::backend::BackendEntry;
+use crate::activity;
 use crate::failure::{Failure, Result, note};
 
 /// Lets tabs in from now on: prints links to `page`, which connects to one of `addresses`. A tab
@@ -91,6 +92,7 @@ impl BackendEntry for Tab {
             false => String::new(),
         };
         note(&format!("open this link in a browser, in a tab of its own; it works once:\n{link}{code}"));
+        activity::doing("waiting for a browser tab");
         let tab = Device::from(invitation.wait(patience)?);
         note(&format!("a tab has come: {}", tab.info().name));
         Ok(tab)

@@ -10,6 +10,7 @@ use kyklos_transport::{Rank, Transport, Vote, harmless};
 use super::call::Job;
 use super::refusal::{REFUSE, refuse};
 use super::terms::Terms;
+use crate::activity;
 use crate::failure::{Failure, Result};
 use crate::tensors::{CopyId, DIGEST_BYTES, Digest, InputFile, Source};
 
@@ -26,7 +27,7 @@ impl Job {
         if readers.0.len() < 2 {
             return Ok(());
         }
-        self.watch.phase(Some("comparing the inputs"));
+        activity::doing("comparing the inputs");
         let mine = digests(file, &readers, transport.rank());
         let mine = mine.map_err(|failure| refuse(transport, self.named(transport.rank(), failure)))?;
         readers.compare(file, &vote(transport, INPUTS, mine, self.settings.deadline)?)

@@ -45,7 +45,7 @@ impl Job {
         outputs: Outputs,
         members: Vec<Rank>,
     ) -> Result<Self> {
-        let Settings { repeat, verify, progress, ranks_here, .. } = settings;
+        let Settings { verify, progress, .. } = settings;
         let sample = match verify {
             true => Some(Sample::of(&request)?),
             false => None,
@@ -57,10 +57,8 @@ impl Job {
         if let (Some(sample), Some(_)) = (&sample, &backward) {
             sample.can_judge_gradients()?;
         }
-        let steps = plans.steps() + backward.as_ref().map_or(0, ProvedPlans::steps);
-        let steps_here = steps * repeat * u64::from(ranks_here.min(ranks)) / u64::from(ranks.max(1));
         let clock = Arc::new(SystemClock::new());
-        let watch = Arc::new(Watch::new(progress, clock.clone(), ranks, steps_here));
+        let watch = Arc::new(Watch::new(progress, clock.clone(), ranks));
         let trace = outputs.trace.is_some() || outputs.has_page();
         let options = RunOptions { clock, observer: watch.clone(), trace, poison: false };
         Ok(Self {
@@ -89,6 +87,8 @@ impl Job {
     /// Lists a rank that starts, for records, metrics and the live page.
     pub(super) fn list(&self, transport: &Group) -> ListedFlight {
         let Self { request, plans, .. } = self;
+        let backward = self.backward.as_deref().map(ProvedPlans::set);
+        self.watch.joins(transport.rank(), plans.set(), backward, self.settings.repeat);
         let about = About {
             plans: Arc::clone(plans),
             backward: self.backward.clone(),

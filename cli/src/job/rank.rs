@@ -5,9 +5,10 @@ use std::time::Duration;
 use kyklos::backend::{Backend, Device, DeviceClass};
 use kyklos::host::Tensors;
 use kyklos::machine::memory_bytes;
-use kyklos::{Session, SessionOptions, Span, plan};
+use kyklos::{LoweredPlan, Session, SessionOptions, Span, plan};
 use kyklos_transport::{Abort, AbortCause, Group, Progress, Rank, Transport};
 
+use crate::activity;
 use crate::devices::DeviceReport;
 use crate::failure::{Failure, Result, note};
 use crate::job::call::Job;
@@ -25,9 +26,9 @@ use crate::observe::record::Flight;
 use crate::observe::trace::{self, Track};
 use crate::request::Request;
 use crate::run::call::RankCall;
-use crate::tensors::GivenGradient;
 use crate::tensors::output::OutputFile;
 use crate::tensors::results::{HostGradients, HostOutput};
+use crate::tensors::{GivenGradient, Source};
 
 /// What a rank prepares before it votes.
 struct Ready {
@@ -95,6 +96,9 @@ impl Job {
     fn get_ready(&self, transport: &dyn Transport, device: Result<Device>) -> Result<Ready> {
         let refused = |failure| refuse(transport, self.named(transport.rank(), failure));
         let device = device.and_then(|device| self.check(transport.rank(), device)).map_err(refused)?;
+        if transport.size() > 1 {
+            activity::doing("waiting until every rank has agreed on the call");
+        }
         self.agree(transport)?;
         if self.outputs.watched {
             let devices = self.tell_devices(transport, &DeviceReport::new(device.info()).label())?;
@@ -109,6 +113,7 @@ impl Job {
     fn check(&self, rank: Rank, device: Device) -> Result<Device> {
         let problem = &self.request.problem;
         device.supports(problem.dtype, problem.head_dim as usize)?;
+        LoweredPlan::check(self.set(), rank, &device)?;
         if problem.fixed_order {
             device.supports_fixed_order()?;
         }
@@ -149,6 +154,10 @@ impl Job {
         let Request { problem, source, .. } = &self.request;
         let (q_tokens, kv_tokens) =
             (self.set().q_placement.of_rank(rank), &self.set().kv_placement.held_by(rank));
+        activity::doing(match source {
+            Source::Random { .. } => "making random tensors",
+            Source::File(_) => "reading the input",
+        });
         let tensors = source.all(problem, q_tokens, kv_tokens)?;
         let wanted = self.backward.is_some();
         let gradient = wanted.then(|| source.output_gradient(problem, q_tokens)).transpose()?;
@@ -175,8 +184,13 @@ impl Job {
         gradient: Option<&GivenGradient>,
     ) -> Result<Computed> {
         let Self { plans, backward, .. } = self;
+        activity::doing("copying the tensors to the device");
         let call = RankCall::open(session, plans, tensors, backward.as_ref().zip(gradient)).await?;
         let rank = session.rank();
+        activity::doing(match self.set().mesh.size() {
+            1 => "preparing the call",
+            _ => "preparing the call, for which every rank has to be ready",
+        });
         let (mut earlier, mut spans) = (Vec::new(), [Vec::new(), Vec::new()]);
         let (mut results, mut walls_ns) = (None, [Vec::new(), Vec::new()]);
         let mut ops = 0..;
@@ -204,6 +218,7 @@ impl Job {
             walls_ns.sort_unstable();
             walls_ns.get(walls_ns.len() / 2).copied().unwrap_or(0)
         });
+        activity::doing("copying the results from the device");
         let to_host = async {
             let gradients = match gradients {
                 Some(gradients) => Some(HostGradients::of(gradients).await?),
@@ -226,6 +241,7 @@ impl Job {
         (file, page): (Option<OutputFile>, Option<PageFile>),
     ) -> Result<Option<Failure>> {
         let Computed { output, backward, earlier, spans, wall_ns } = computed;
+        activity::doing("collecting the reports of all ranks");
         let messages =
             Messages { transport: &**transport, op: self.operations(), deadline: self.settings.deadline };
         let pictures = self

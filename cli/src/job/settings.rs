@@ -43,7 +43,7 @@ pub(crate) struct Settings {
     pub(crate) deadline: Duration,
     pub(crate) verify: bool,
     pub(crate) progress: ProgressKind,
-    /// Ranks on this machine: the progress bar counts their steps.
+    /// Ranks on this machine, which share its memory.
     pub(crate) ranks_here: u32,
     /// Whether each of them is a process.
     pub(crate) are_processes: bool,

@@ -9,6 +9,7 @@ use kyklos_transport::{Group, Rank};
 use super::agreement::agree_on_terms;
 use super::settings::{Outputs, Settings};
 use super::terms::Terms;
+use crate::activity;
 use crate::failure::{Result, note};
 use crate::request::Request;
 
@@ -27,6 +28,7 @@ pub(crate) fn share(
 ) -> Result<Request> {
     let Some(Candidate { mesh, strategy, placement }) = request.by_speed()? else { return Ok(request) };
     let Settings { ranks_here, deadline, .. } = settings;
+    activity::doing("measuring the devices of all ranks for their shares");
     // First, because an option that differs has a better error than the shares.
     agree_on_terms(&**transport, &Terms::of(&request, settings, outputs), deadline)?;
     let on_cores = matches!(device.info().class, DeviceClass::Cpu | DeviceClass::SoftwareGpu);

@@ -1,13 +1,14 @@
-//! Progress of ranks: a bar on a terminal, JSON lines for programs, nothing in a pipe.
+//! Progress of ranks: a line on a terminal, JSON lines for programs, nothing in a pipe.
 
-use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use indicatif::{ProgressBar, ProgressStyle};
+use kyklos::plan::PlanSet;
+use kyklos::simulate::pairs_of_ranks;
 use kyklos::{Clock, Observer, RankReport};
 use kyklos_transport::Rank;
 
+use crate::activity;
 use crate::failure::note;
 use crate::observe::totals::Totals;
 use crate::options::ProgressKind;
@@ -17,7 +18,6 @@ use crate::options::ProgressKind;
 pub(crate) struct Watch {
     clock: Arc<dyn Clock>,
     json: bool,
-    bar: Option<ProgressBar>,
     /// When each rank took the first step of its latest run.
     started_ns: Vec<AtomicU64>,
     pub(crate) totals: Totals,
@@ -26,25 +26,28 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    /// `steps` is the number of steps of all ranks together.
-    pub(crate) fn new(kind: ProgressKind, clock: Arc<dyn Clock>, size: u32, steps: u64) -> Self {
-        let bar = (kind == ProgressKind::Auto && std::io::stderr().is_terminal()).then(|| {
-            let bar = ProgressBar::new(steps);
-            if let Ok(style) =
-                ProgressStyle::with_template("{bar:32} {pos}/{len} steps, {elapsed}  {wide_msg}")
-            {
-                bar.set_style(style);
-            }
-            bar
-        });
+    pub(crate) fn new(kind: ProgressKind, clock: Arc<dyn Clock>, size: u32) -> Self {
         Self {
             clock,
             json: kind == ProgressKind::Json,
-            bar,
             started_ns: (0..size).map(|_| AtomicU64::new(0)).collect(),
             totals: Totals::new(size),
             phase: Mutex::default(),
         }
+    }
+
+    /// `rank` will run these passes, `repeat` times.
+    pub(crate) fn joins(&self, rank: Rank, forward: &PlanSet, backward: Option<&PlanSet>, repeat: u64) {
+        if !activity::is_shown() {
+            return;
+        }
+        let flops = |set: &PlanSet, products: f64| {
+            let pairs = pairs_of_ranks(set).get(rank.0 as usize).copied().unwrap_or(0.0);
+            2.0 * products * f64::from(set.problem.head_dim) * pairs
+        };
+        let backward = backward.map(|set| flops(set, BACKWARD_PRODUCTS));
+        let passes = [Some(flops(forward, FORWARD_PRODUCTS)), backward];
+        activity::joins(rank.0, passes.into_iter().flatten().collect(), repeat);
     }
 
     /// Nanoseconds since `rank` began its latest run.
@@ -61,6 +64,7 @@ impl Watch {
     /// `rank` has finished run `op`.
     pub(crate) fn done(&self, rank: Rank, op: u64) {
         self.totals.done(rank);
+        activity::passed(rank.0);
         if self.json {
             note(
                 &serde_json::json!({
@@ -76,14 +80,12 @@ impl Watch {
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Shows what happens after the runs; `None` removes the bar.
+    /// Shows what happens before or after the runs; `None` removes the line.
     pub(crate) fn phase(&self, doing: Option<&'static str>) {
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner) = doing;
-        if let Some(bar) = &self.bar {
-            match doing {
-                Some(doing) => bar.set_message(doing),
-                None => bar.finish_and_clear(),
-            }
+        match doing {
+            Some(doing) => activity::doing(doing),
+            None => activity::ends(),
         }
     }
 }
@@ -93,14 +95,15 @@ impl Observer for Watch {
         self.totals.counted(rank, op, so_far);
     }
 
+    fn worked(&self, rank: Rank, _: u64, share: f64) {
+        activity::worked(rank.0, share);
+    }
+
     fn step(&self, rank: Rank, op: u64, step: usize, steps: usize, doing: &dyn Fn() -> String) {
         if step == 0 {
             self.started_ns[rank.0 as usize].store(self.clock.now_ns(), Ordering::Relaxed);
         }
-        if let Some(bar) = &self.bar {
-            bar.inc(1);
-            bar.set_message(format!("rank {rank}: {}", squeeze(&doing())));
-        }
+        activity::step(rank.0, &|| squeeze(&doing()));
         if self.json {
             note(
                 &serde_json::json!({
@@ -117,3 +120,7 @@ impl Observer for Watch {
 fn squeeze(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
+
+/// Matrix products of a visible pair: two, and in a backward pass five.
+const FORWARD_PRODUCTS: f64 = 2.0;
+const BACKWARD_PRODUCTS: f64 = 5.0;

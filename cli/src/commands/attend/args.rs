@@ -60,7 +60,7 @@ pub(crate) struct AttendArgs {
     /// What to do when a rank fails or makes no progress (only under a launcher)
     #[arg(help_heading = headings::RECOVERY, long, value_enum, default_value_t = OnLoss::Stop)]
     pub(crate) on_loss: OnLoss,
-    /// Progress on standard error: a bar if it is a terminal (auto), one JSON object a line, or
+    /// Progress on standard error: a line if it is a terminal (auto), one JSON object a line, or
     /// none
     #[arg(help_heading = headings::DIAGNOSIS, long, value_enum, default_value_t = ProgressKind::Auto)]
     pub(crate) progress: ProgressKind,

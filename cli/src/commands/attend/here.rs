@@ -7,6 +7,7 @@ use kyklos_transport::{Rank, in_process_group};
 
 use super::args::AttendArgs;
 use super::prepare::{Prepared, devices_fit, tabs};
+use crate::activity;
 use crate::devices::{self, DeviceId};
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
@@ -49,6 +50,7 @@ pub(super) fn here(args: &AttendArgs) -> Result<()> {
     }
     metrics::check(&args.metrics)?;
     live::check(&args.watch, &args.metrics, 1)?;
+    activity::doing("choosing a plan");
     let request = Request::new(&args.problem, args.seed, None)?;
     let size = request.mesh.size();
     devices_fit(args, size)?;
@@ -89,12 +91,14 @@ fn run(
     };
     let are_measured =
         prepared.request.always_measures() || devices.iter().any(|device| *device != devices[0]);
+    activity::doing("opening the devices");
     let devices: Vec<Result<Device>> = on_threads(devices, |device| Ok(device.open()))?;
     if are_measured && devices.iter().all(Result::is_ok) {
         let ranks = transports.iter().zip(devices.iter().flatten());
         let shared = on_threads(ranks, |(transport, device)| prepared.shared(transport, device))?;
         prepared.request = shared.into_iter().next().unwrap_or(prepared.request);
     }
+    activity::doing("proving the plans");
     let job = prepared.job(args, (0..size).map(Rank).collect())?;
     let done = run_here(&job, transports, devices)?;
     done.into_iter().flatten().next().map_or(Ok(()), Err)

@@ -8,6 +8,7 @@ use kyklos_launch::Assignment;
 
 use super::args::AttendArgs;
 use super::prepare::{Prepared, launched_request, tabs};
+use crate::activity;
 use crate::devices::{self, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, answers_for_group, note};
 use crate::group;
@@ -71,6 +72,7 @@ fn in_groups(
             failure
         };
         let size = group.size();
+        activity::doing("choosing a plan");
         let request = launched_request(args, size, assignment.local_size).map_err(|failure| {
             if size == assignment.size { failure } else { on_loss::does_not_fit(size, &failure) }
         });
@@ -99,6 +101,7 @@ fn in_groups(
                 }
             }
         }
+        activity::doing("proving the plans");
         let job = prepared.job(args, group.members.clone()).map_err(refuse_all)?;
         if group.rank().0 == 0 {
             match &lost {
@@ -125,6 +128,7 @@ fn in_groups(
 
 fn open_device(args: &AttendArgs, assignment: &Assignment) -> Result<Device> {
     let device = device_of(args, assignment)?;
+    activity::doing("opening the device");
     // A cluster file may give other ranks a tab.
     tabs(args, &[device], assignment.device.is_none())?;
     device.open()

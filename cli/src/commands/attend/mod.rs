@@ -11,11 +11,15 @@ pub(crate) use self::args::AttendArgs;
 use self::here::here;
 use self::launched::as_rank;
 pub(crate) use self::prepare::launched_request;
-use crate::devices;
 use crate::failure::{Failure, Result, note};
+use crate::options::ProgressKind;
+use crate::{activity, devices};
 
 /// Runs the command.
 pub(crate) fn attend(args: &AttendArgs) -> Result<()> {
+    if args.progress == ProgressKind::Auto {
+        activity::show();
+    }
     let done = run(args);
     devices::say_goodbye();
     done

@@ -16,11 +16,12 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use kyklos_launch::variables::{JOB_ID, LAUNCH};
-use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
+use kyklos_transport::{Rank, harmless};
 
 use self::ended::Ended;
 use self::job::Job;
+use crate::activity;
 use crate::failure::{Failure, Result, answer_with_error, has_answered, note};
 use crate::group::identity_on_stdin;
 use crate::interrupt::{self, LAST_LINE};
@@ -47,6 +48,7 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
         ));
     }
     let mut job = Job::read(&args.command, ranks)?;
+    activity::show();
     // The exit code of an interruption; 0 is none.
     let interrupted = Arc::new(AtomicU8::new(0));
     let raise = interrupted.clone();
@@ -94,6 +96,7 @@ fn run_once(
             .env("MASTER_PORT", port.to_string())
             .env(JOB_ID, job.to_string())
             .env(LAUNCH, "1")
+            .envs(activity::is_shown().then_some((activity::TELLS, "1")))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -138,7 +141,7 @@ impl Children {
     fn take(&mut self, rank: u32, mut child: Child) {
         if let Some(stdout) = child.stdout.take() {
             self.readers.push(std::thread::spawn(move || {
-                pass_on(stdout, io::stdout(), |_| {
+                pass_on(rank, stdout, io::stdout(), |_| {
                     has_answered();
                     String::new()
                 })
@@ -149,7 +152,11 @@ impl Children {
                 [b'{', ..] => String::new(),
                 _ => format!("[{rank}] "),
             };
-            std::thread::spawn(move || pass_on(stderr, io::stderr(), prefix))
+            std::thread::spawn(move || {
+                let last = pass_on(rank, stderr, io::stderr(), prefix);
+                activity::process_says(rank, "");
+                last
+            })
         });
         // On Unix the status says how a process has ended.
         if cfg!(unix) {
@@ -316,7 +323,7 @@ impl Drop for Children {
 
 /// Copies lines until the other side closes. Keeps reading when writing fails, so that the process
 /// does not block. Returns whether there was [`LAST_LINE`], which is not copied.
-fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String) -> bool {
+fn pass_on(rank: u32, from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String) -> bool {
     let mut from = BufReader::new(from);
     let mut line = Vec::new();
     let mut last = false;
@@ -333,10 +340,14 @@ fn pass_on(from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String
                         continue;
                     }
                 }
+                if let Some(does) = line.strip_prefix(activity::LINE) {
+                    activity::process_says(rank, &harmless(String::from_utf8_lossy(does).trim_end()));
+                    continue;
+                }
                 let mut whole = prefix(&line).into_bytes();
                 whole.extend_from_slice(&line);
                 // One call, so that lines of several ranks do not mix.
-                let _ = to.write_all(&whole).and_then(|()| to.flush());
+                let _ = activity::aside(|| to.write_all(&whole).and_then(|()| to.flush()));
             }
         }
     }
