@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use kyklos_launch::variables::LAUNCH;
 use kyklos_transport::{Abort, AbortCause, Group, Progress, Transport};
 
+use crate::activity;
 use crate::failure::{Failure, Result};
 
 /// What ends the process.

@@ -70,6 +70,8 @@ impl Happened {
         if let Some(of_rank) = work.ranks.get_mut(&rank) {
             of_rank.share = share;
             work.latest = now;
+            // What another rank does, which has nothing to compute any more, is less of interest.
+            self.doing = None;
         }
     }
 

@@ -7,6 +7,7 @@ use kyklos::plan::table;
 use kyklos::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, Strategy, TokenRuns, plan_forward};
 use serde::Serialize;
 
+use crate::activity;
 use crate::devices::{self, BackendKind, DeviceId, DeviceReport};
 use crate::failure::{Failure, Result, print};
 use crate::run::{alone, quiet};
@@ -31,7 +32,9 @@ struct Line {
 /// Runs the command.
 pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     let mut lines = Vec::new();
+    activity::doing("looking for devices");
     for id in devices::all() {
+        activity::doing(&format!("measuring {id}"));
         match id.open() {
             Ok(backend) => {
                 let probed = probe(&backend);

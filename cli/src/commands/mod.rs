@@ -18,6 +18,7 @@ mod tune;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 pub(crate) use self::bench::against;
+use crate::activity;
 use crate::failure::Result;
 
 /// Exact attention over a sequence that is split across ranks.
@@ -105,6 +106,10 @@ impl Command {
     /// Runs the command. Returns the exit code.
     pub(crate) fn run(&self) -> Result<u8> {
         let done = |()| 0;
+        // `attend` and `launch` know whether their line is wanted; `help-out` has one of its own.
+        if matches!(self, Self::Devices(_) | Self::Plan(_) | Self::Bench(_) | Self::Tune(_)) {
+            activity::show();
+        }
         match self {
             Self::Devices(args) => devices::devices(args).map(done),
             Self::Attend(args) => attend::attend(args).map(done),

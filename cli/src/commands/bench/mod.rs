@@ -18,6 +18,7 @@ use self::against::Times;
 pub(crate) use self::args::{BenchArgs, BenchCommand};
 use self::device_time::DeviceTime;
 use self::line::{EveryRow, Line, Measured, json, text};
+use crate::activity;
 use crate::devices::{self, BackendKind, DeviceId, let_in_nowhere};
 use crate::failure::{Failure, Result, note, print};
 use crate::median::median;
@@ -173,7 +174,9 @@ fn cases(args: &BenchArgs) -> Result<Vec<Case>> {
 impl Case {
     fn line(&self, device: DeviceId, backend: &Device, args: &BenchArgs) -> Line {
         let info = backend.info();
-        note(&format!("{device} {}: {:?} {} {}", info.kernel, self.shape, self.mask, self.problem.dtype));
+        let case = format!("{device} {}: {:?} {} {}", info.kernel, self.shape, self.mask, self.problem.dtype);
+        note(&case);
+        activity::doing(&format!("measuring {case}"));
         let names = (
             info.name.clone(),
             info.driver.clone(),

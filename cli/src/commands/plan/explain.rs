@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use super::args::PlanArgs;
 use super::few_tokens;
 use super::page;
+use crate::activity;
 use crate::commands::plan::probe::{self, Probe};
 use crate::devices;
 use crate::failure::{Failure, Result, note, print};
@@ -182,6 +183,7 @@ fn probe(args: &PlanArgs, asked: &ProblemRequest) -> Result<(Cluster, Vec<(Candi
     let (problem, wanted) = (&asked.problem, &asked.wanted);
     probe::fits(wanted.ranks)?;
     let devices = (0..wanted.ranks as usize).map(|rank| devices::choose(&args.device.0, rank));
+    activity::doing("measuring devices and messages");
     let mut probe = Probe::new(problem, wanted.gradients, devices.collect::<Result<_>>()?, args.transport)?;
     let _short: Vec<_> = probe.backends().into_iter().map(ShortWork::on).collect();
     let Some(rounds) = args.measure else {

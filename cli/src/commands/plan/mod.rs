@@ -11,6 +11,7 @@ use kyklos_transport::Rank;
 
 pub(crate) use self::args::PlanArgs;
 use self::explain::explain as explain_plans;
+use crate::activity;
 use crate::failure::{Failure, Result, note, print, print_json};
 use crate::observe::page::units::duration;
 use crate::options::SplitName;
@@ -30,6 +31,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         few_ranks(args)?;
     }
     let page_file = args.report.as_deref().map(|path| page::open(path, args)).transpose()?;
+    activity::doing("choosing a plan");
     if args.explain {
         return explain_plans(args, page_file);
     }
@@ -45,6 +47,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         ));
     }
     few_tokens(&request.problem)?;
+    activity::doing("proving the plans");
     let plans = request.plan()?;
     let backward = request.plan_backward()?;
     if let Some(file) = page_file {

@@ -16,6 +16,7 @@ use kyklos::machine::can_load_drivers;
 pub(crate) use self::args::TuneArgs;
 use self::case::{Case, cases};
 use self::report::{CaseReport, Report};
+use crate::activity;
 use crate::devices::tuned;
 use crate::devices::{self, BackendKind, DeviceId, DeviceRequest};
 use crate::failure::{Failure, Result, note, print};
@@ -49,6 +50,7 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
         let left = deadline.saturating_duration_since(Instant::now());
         let share = left / u32::try_from(cases.len() - number).unwrap_or(u32::MAX);
         note(&format!("{} of {}: {:?} {}", number + 1, cases.len(), case.shape, case.problem.dtype));
+        activity::doing("measuring its kernels");
         let variants = backend.attend_choices(case.problem.dtype, case.problem.head_dim as usize)?;
         let measured = rounds::measure(index, &case.problem, &variants, Instant::now() + share)?;
         for wrong in measured.wrong() {

@@ -14,6 +14,7 @@ use super::journal::{Header, Journal};
 use super::predict::Predictor;
 use super::record::{Measured, Predicted, Record, State};
 use super::times::{RankTimes, Sent, measured};
+use crate::activity;
 use crate::failure::{Failure, Result, note};
 use crate::interrupt;
 use crate::verify::{RightRows, Sample};
@@ -157,6 +158,7 @@ impl<'a> Leader<'a> {
             }
             self.journal()?.begin(&cell.name)?;
             note(&format!("{} of {}: {}", index + 1, bench.cells.len(), cell.name));
+            activity::doing("measuring it");
             *lock(&self.running) = Some((cell.name.clone(), Instant::now()));
             return Ok(Some(index));
         }

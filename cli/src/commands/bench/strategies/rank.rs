@@ -8,7 +8,7 @@ use bytes::Bytes;
 use kyklos::backend::{Backend, Device, DeviceClass};
 use kyklos::collect::RowTensors;
 use kyklos::plan::ProvedPlans;
-use kyklos::{Error, Observer, Output, RunOptions, Session, SessionOptions};
+use kyklos::{Error, LoweredPlan, Observer, Output, RunOptions, Session, SessionOptions};
 use kyklos_transport::{Group, Rank, Transport, TransportError, Vote, harmless};
 
 use super::bench::{Bench, Planned, TENSORS, elapsed_ns};
