@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kyklos::backend::{Backend, Device};
+use kyklos::backend::{Backend, Device, StateShape};
 use kyklos::{
     AttentionProblem, Dtype, Error, Mask, Result, Saved, Session, SystemClock, Tensor, WireFormat,
     in_process_group,
@@ -308,6 +308,14 @@ impl Helper {
                 return Err(Error::request("a piece without tokens", "leave it out"));
             }
             let (shape, call) = (work.piece_shape(piece)?, work.piece_call(piece)?);
+            let [batch, rows, heads, dim] = queries_shape(&shape);
+            let state = StateShape { batch, rows, heads, dim }.ml_bytes() as u64;
+            if self.device.most_state_bytes().is_some_and(|most| state > most) {
+                return Err(Error::request(
+                    format!("a piece whose sums take {state} bytes, which this helper's device cannot bind"),
+                    "send smaller pieces",
+                ));
+            }
             Call { bias: None, ..call.clone() }
                 .problem(&shape)?
                 .with_bias(call.bias.map(|(tensor, _)| tensor))?;

@@ -71,7 +71,7 @@ impl TabBackend {
 
     /// Accounts for a buffer, and names it.
     fn memory(&self, label: &str, bytes: usize) -> Result<Arc<Memory>> {
-        let (asked_bytes, Limits { buffer_bytes, total_bytes }) = (wide(bytes), self.limits);
+        let (asked_bytes, Limits { buffer_bytes, total_bytes, .. }) = (wide(bytes), self.limits);
         let refused = |allowed_bytes| Error::OutOfMemory {
             device: self.info.name.clone(),
             what: label.to_owned(),
@@ -149,6 +149,10 @@ impl Backend for TabBackend {
             ),
             "use another element type or head dim, or another device",
         ))
+    }
+
+    fn most_state_bytes(&self) -> Option<u64> {
+        self.limits.state_bytes
     }
 
     /// Any: the tab makes its own tiles.

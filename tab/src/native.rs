@@ -15,7 +15,7 @@ use wtransport::{ClientConfig, Connection, Endpoint, RecvStream, SendStream};
 use crate::{Limits, VERSION, execute};
 
 /// What this tab lends.
-pub const LIMITS: Limits = Limits { buffer_bytes: 1 << 28, total_bytes: 1 << 28 };
+pub const LIMITS: Limits = Limits { buffer_bytes: 1 << 28, total_bytes: 1 << 28, state_bytes: None };
 
 /// Longest life of a tab.
 const LIFE: Duration = Duration::from_secs(180);

@@ -5,7 +5,7 @@ use kyklos::{BiasKind, Dtype};
 use serde::{Deserialize, Serialize};
 
 /// Raised with every change of these types. Both ends must have the same.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// Names a buffer of the device; never used twice.
 pub(crate) type BufferId = u64;
@@ -41,6 +41,8 @@ pub struct Limits {
     pub buffer_bytes: u64,
     /// Of all buffers together.
     pub total_bytes: u64,
+    /// Of the sums of a running state, as `Backend::most_state_bytes`.
+    pub state_bytes: Option<u64>,
 }
 
 /// From the host to the tab. Data, where there is any, follows the header of the frame.

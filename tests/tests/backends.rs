@@ -30,7 +30,7 @@ fn main() {
         .backend("cpu behind the protocol of tabs", || {
             kyklos_tab::loopback(
                 || Ok(Device::cpu()),
-                kyklos_tab::Limits { buffer_bytes: 1 << 30, total_bytes: 1 << 30 },
+                kyklos_tab::Limits { buffer_bytes: 1 << 30, total_bytes: 1 << 30, state_bytes: None },
             )
             .map(Device::from)
         });

@@ -113,7 +113,7 @@ impl Job {
     fn check(&self, rank: Rank, device: Device) -> Result<Device> {
         let problem = &self.request.problem;
         device.supports(problem.dtype, problem.head_dim as usize)?;
-        LoweredPlan::check(self.set(), rank, &device)?;
+        LoweredPlan::check_states(self.set(), rank, device.most_state_bytes())?;
         if problem.fixed_order {
             device.supports_fixed_order()?;
         }

@@ -38,7 +38,11 @@ impl TabDevice {
         let backend = WgpuBackend::request(&WgpuOptions::default()).await?;
         let name = backend.info().name.clone();
         // Whole numbers below 2^53 are exact.
-        let limits = Limits { buffer_bytes: backend.largest_buffer_bytes(), total_bytes: memory as u64 };
+        let limits = Limits {
+            buffer_bytes: backend.largest_buffer_bytes(),
+            total_bytes: memory as u64,
+            state_bytes: backend.most_state_bytes(),
+        };
         let send = move |bytes: Bytes| {
             // The stream has ended where this fails, and the page knows.
             let _ = send.call1(&JsValue::NULL, &Uint8Array::from(&bytes[..]));

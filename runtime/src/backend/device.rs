@@ -196,8 +196,8 @@ impl Backend for Device {
         self.0.supports(dtype, head_dim)
     }
 
-    fn supports_state(&self, shape: StateShape) -> Result<()> {
-        self.0.supports_state(shape)
+    fn most_state_bytes(&self) -> Option<u64> {
+        self.0.most_state_bytes()
     }
 
     fn supports_fixed_order(&self) -> Result<()> {

@@ -17,7 +17,7 @@ use kyklos_plan::{AttentionProblem, Dtype, TileShape};
 pub(super) trait AnyBackend: Any + Threaded {
     fn info(&self) -> &DeviceInfo;
     fn supports(&self, dtype: Dtype, head_dim: usize) -> Result<()>;
-    fn supports_state(&self, shape: StateShape) -> Result<()>;
+    fn most_state_bytes(&self) -> Option<u64>;
     fn kernel(&self, dtype: Dtype, shape: StateShape) -> String;
     fn tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape;
     fn alloc(&self, label: &str, bytes: usize) -> Result<DeviceBuffer>;
@@ -99,8 +99,8 @@ where
         Backend::supports(self, dtype, head_dim)
     }
 
-    fn supports_state(&self, shape: StateShape) -> Result<()> {
-        Backend::supports_state(self, shape)
+    fn most_state_bytes(&self) -> Option<u64> {
+        Backend::most_state_bytes(self)
     }
 
     fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {

@@ -87,13 +87,10 @@ pub trait Backend {
         Ok(())
     }
 
-    /// Refuses a running state that is larger than the device's kernels can read. Called before
-    /// ranks vote, so that no data moves.
-    ///
-    /// # Errors
-    /// [`Error::Request`].
-    fn supports_state(&self, _shape: StateShape) -> Result<()> {
-        Ok(())
+    /// Most bytes of m and l, or of the log-sum-exp, of a running state that the device's kernels
+    /// read; `None`: any. Ranks tell it with their votes, so that no data moves for a larger one.
+    fn most_state_bytes(&self) -> Option<u64> {
+        None
     }
 
     /// Refuses sums in a fixed order ([`AttentionProblem::fixed_order`]) if the device's kernels

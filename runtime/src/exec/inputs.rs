@@ -57,6 +57,7 @@ impl<B: Backend, C: Collective<B> + ?Sized> Executor<'_, B, C> {
     pub fn load(&self, Tensors { q, k, v, bias }: Tensors) -> Result<Inputs<B::Buffer>> {
         let problem = &self.set.problem;
         self.backend.supports(problem.dtype, problem.head_dim as usize)?;
+        LoweredPlan::check_states(self.set, self.lowered.rank, self.backend.most_state_bytes())?;
         if problem.fixed_order {
             self.backend.supports_fixed_order()?;
         }

@@ -160,17 +160,30 @@ impl LoweredPlan {
         Self { plans, rank, works, shares, narrows }
     }
 
-    /// Refuses a plan with a running state that `backend` does not support.
+    /// Refuses a plan of `rank` with a running state that its device does not read, by the
+    /// [`Backend::most_state_bytes`] of that.
     ///
     /// # Errors
     /// [`Error::Request`].
-    pub fn check<B: Backend>(set: &PlanSet, rank: Rank, backend: &B) -> Result<()> {
+    pub fn check_states(set: &PlanSet, rank: Rank, most_state_bytes: Option<u64>) -> Result<()> {
+        let Some(most) = most_state_bytes else { return Ok(()) };
         let plan = set.plan(rank);
-        let states = plan.steps.iter().filter_map(|step| match step {
-            Step::Attend { state, .. } => Some(*state),
-            _ => None,
-        });
-        states.map(|state| state_shape(set, plan, state)).try_for_each(|shape| backend.supports_state(shape))
+        for step in &plan.steps {
+            let Step::Attend { state, .. } = step else { continue };
+            let shape = state_shape(set, plan, *state);
+            let needed = shape.ml_bytes().max(shape.lse_bytes()) as u64;
+            if needed > most {
+                let StateShape { batch, rows, heads, .. } = shape;
+                return Err(Error::request(
+                    format!(
+                        "{batch} batch entries × {rows} query rows × {heads} heads on rank {rank}: their sums take \
+                         {needed} bytes, and its device binds at most {most} at once"
+                    ),
+                    "use more ranks, fewer heads or batch entries in a call, or another device",
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// Host memory of this and of the plans of all ranks, in bytes; arrays that steps share count

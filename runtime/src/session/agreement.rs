@@ -34,6 +34,9 @@ struct Facts {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     bias_axes: Option<[u32; 2]>,
     options: [u64; 5],
+    /// Most bytes of a running state that the rank's device reads.
+    #[serde(rename = "s", default, skip_serializing_if = "Option::is_none")]
+    most_state_bytes: Option<u64>,
     /// Of a call with a cache.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     cache: Option<CacheFacts>,
@@ -70,15 +73,18 @@ pub(super) struct Agreed {
     pub(super) bias_bytes: Vec<u64>,
     /// Its rows and keys, by rank, where they are known.
     pub(super) bias_axes: Vec<Option<[u32; 2]>>,
+    /// Most bytes of a running state, by rank, where a device has such a limit.
+    pub(super) most_state_bytes: Vec<Option<u64>>,
     /// With a cache, the rows of the keys of each rank.
     pub(super) cache_rows: Option<Vec<u32>>,
 }
 
 /// Increased when the meaning of facts changes.
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 
 /// The note of this rank's vote: its label, the number of the operation, a hash of the attention
-/// bias tensor if that is the same on all ranks, the number of calls, and its facts.
+/// bias tensor if that is the same on all ranks, the number of calls, and its facts: the shapes of
+/// its tensors, and the most bytes of a running state that its device reads.
 ///
 /// # Errors
 /// [`Error::Request`] when the tensors do not fit each other or the call.
@@ -87,7 +93,7 @@ pub(super) fn note(
     op: u64,
     calls: u32,
     call: &Attention,
-    shapes: &Shapes,
+    (shapes, most_state_bytes): (&Shapes, Option<u64>),
     cache: Option<(CacheFacts, &[u64])>,
 ) -> Result<Bytes> {
     let (cache, identity) = match cache {
@@ -111,7 +117,13 @@ pub(super) fn note(
         Some(last) => last.encoded.clone(),
         None => {
             let (bytes, bias_axes) = bias;
-            let facts = Facts { bias: bytes, bias_axes, cache, ..Facts::new(&call.options, shapes)? };
+            let facts = Facts {
+                bias: bytes,
+                bias_axes,
+                most_state_bytes,
+                cache,
+                ..Facts::new(&call.options, shapes)?
+            };
             let encoded = Bytes::from(facts.encode());
             let options = call.options.clone();
             *last = Some(LastFacts { options, shapes: *shapes, bias, cache, encoded: encoded.clone() });
@@ -272,6 +284,7 @@ impl Facts {
             bias: 0,
             bias_axes: None,
             options: options.digests().map(|(_, digest)| digest),
+            most_state_bytes: None,
             cache: None,
         })
     }
@@ -367,6 +380,7 @@ impl Agreed {
             kv_counts: counts(|facts| facts.kv),
             bias_bytes: all.iter().map(|facts| facts.bias).collect(),
             bias_axes: all.iter().map(|facts| facts.bias_axes).collect(),
+            most_state_bytes: all.iter().map(|facts| facts.most_state_bytes).collect(),
             cache_rows: all.iter().map(|facts| facts.cache.map(|cache| cache.rows)).collect(),
         })
     }

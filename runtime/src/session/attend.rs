@@ -9,7 +9,7 @@ use super::Session;
 use super::agreement::{Agreed, facts_of, note};
 use super::choice::plans;
 use super::shapes::Shapes;
-use crate::backend::{Backend, Device, DeviceBuffer, StateShape};
+use crate::backend::{Backend, Device, DeviceBuffer};
 use crate::call::{Attention, BIAS, BiasRows, Options};
 use crate::error::{Error, Result};
 use crate::exec::{AbortOnDrop, DeviceOutput, Executor, Inputs, LoweredPlan};
@@ -110,7 +110,8 @@ impl Session {
         calls: u32,
         prepare: impl FnOnce(&Self) -> Result<T>,
     ) -> Result<(Arc<LoweredPlan>, T)> {
-        let prepared = note(&mut self.last_facts, self.op, calls, call, shapes, None)
+        let device = self.device.most_state_bytes();
+        let prepared = note(&mut self.last_facts, self.op, calls, call, (shapes, device), None)
             .and_then(|note| Ok((note, prepare(self)?)));
         let (note, prepared) = match prepared {
             Ok(prepared) => prepared,
@@ -200,12 +201,9 @@ impl Session {
         call.bias_rows.as_ref().map(on_device).transpose()
     }
 
-    /// Refuses a forward pass with queries of this shape for which the device has no kernels, or
-    /// whose state is too large for them if it has the rows and heads of the rank's own queries.
-    pub(super) fn supports(&self, call: &Attention, dtype: Dtype, q: [usize; 4]) -> Result<()> {
-        let [batch, rows, heads, dim] = q;
+    /// Refuses a forward pass for which the device has no kernels.
+    pub(super) fn supports(&self, call: &Attention, dtype: Dtype, dim: usize) -> Result<()> {
         self.device.supports(dtype, dim)?;
-        self.device.supports_state(StateShape { batch, rows, heads, dim })?;
         if call.options.execution.fixed_order {
             self.device.supports_fixed_order()?;
         }
@@ -220,7 +218,7 @@ impl Session {
         bias: Option<DeviceBuffer>,
     ) -> Result<Inputs<DeviceBuffer>> {
         let device: &Device = &self.device;
-        self.supports(call, q.dtype(), q.shape())?;
+        self.supports(call, q.dtype(), q.shape()[3])?;
         let shared = call.options.bias.is_some_and(|tensor| tensor.shared_rows);
         let tensors = [q.buffer("q", device)?, k.buffer("k", device)?, v.buffer("v", device)?];
         Ok(Inputs::of(tensors, bias, shared))
@@ -245,6 +243,9 @@ impl Session {
         }
         let agreed = Agreed::new(options, &facts)?;
         let plans = make(options, &agreed)?;
+        for (rank, most) in (0..).map(Rank).zip(&agreed.most_state_bytes) {
+            LoweredPlan::check_states(plans.set(), rank, *most)?;
+        }
         self.collective.supports(&plans)?;
         self.plans_made += 1;
         let lowered = Arc::new(LoweredPlan::new(plans, self.rank(), &self.device));

@@ -118,7 +118,7 @@ impl Session {
         let direction = pass.direction;
         let prepare = |session: &Self| {
             match direction {
-                Direction::Forward => session.supports(call, dtype, shapes.q)?,
+                Direction::Forward => session.supports(call, dtype, dim)?,
                 Direction::Backward => session.supports_gradients(call, dtype, dim)?,
             }
             session.bias_buffer(call)

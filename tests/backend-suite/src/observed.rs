@@ -49,8 +49,8 @@ impl<B: Backend, O: Observer> Backend for Observed<B, O> {
         self.backend.supports(dtype, head_dim)
     }
 
-    fn supports_state(&self, shape: StateShape) -> Result<()> {
-        self.backend.supports_state(shape)
+    fn most_state_bytes(&self) -> Option<u64> {
+        self.backend.most_state_bytes()
     }
 
     fn supports_fixed_order(&self) -> Result<()> {

@@ -67,22 +67,9 @@ impl Backend for WgpuBackend {
         numbers::checked_dim(head_dim).map(|_| ())
     }
 
-    /// Kernels bind m and l, and the log-sum-exp, of all rows at once.
-    fn supports_state(&self, shape: StateShape) -> Result<()> {
-        let most = self.gpu.limits.max_storage_buffer_binding_size;
-        let needed = (shape.ml_bytes().max(shape.lse_bytes()) as u64).next_multiple_of(16);
-        if needed <= most {
-            return Ok(());
-        }
-        let StateShape { batch, rows, heads, .. } = shape;
-        Err(Error::request(
-            format!(
-                "{batch} batch entries × {rows} query rows × {heads} heads on one rank: their sums take {needed} \
-                 bytes, and {} binds at most {most} at once",
-                self.info.name
-            ),
-            "use more ranks, fewer heads or batch entries in a call, or another device",
-        ))
+    /// Kernels bind them whole.
+    fn most_state_bytes(&self) -> Option<u64> {
+        Some(self.gpu.limits.max_storage_buffer_binding_size / 16 * 16)
     }
 
     fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {

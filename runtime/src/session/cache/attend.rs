@@ -206,8 +206,9 @@ impl Session {
         let Some(facts) = first else {
             return Err(Error::request("calls on no cache", "give a cache for each call"));
         };
-        self.supports(call, q.dtype(), q.shape())?;
-        note(&mut self.last_facts, self.op, count, call, &Shapes::of([q, k, v]), Some((facts, &made)))
+        self.supports(call, q.dtype(), q.shape()[3])?;
+        let rank = (&Shapes::of([q, k, v]), self.device.most_state_bytes());
+        note(&mut self.last_facts, self.op, count, call, rank, Some((facts, &made)))
     }
 }
 

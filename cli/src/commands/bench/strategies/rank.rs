@@ -175,7 +175,7 @@ impl<'a> RankWork<'a> {
         let problem = &plans.set().problem;
         let device = self.session.device();
         device.supports(problem.dtype, problem.head_dim as usize)?;
-        LoweredPlan::check(plans.set(), self.session.rank(), device)?;
+        LoweredPlan::check_states(plans.set(), self.session.rank(), device.most_state_bytes())?;
         let on_cores = matches!(device.info().class, DeviceClass::Cpu | DeviceClass::SoftwareGpu);
         memory::fits(plans, &self.here, self.bench.memory.filter(|_| on_cores))
     }
