@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use bytes::Bytes;
+use kyklos::backend::StateShape;
 use kyklos::{Attention, AttentionProblem, BiasTensor, Dtype, Error, Mask, Result, Tensor, WireFormat};
 
 /// Extents and type of the tensors of a call: q `[batch, q_len, q_heads, head_dim]`, k and v
@@ -69,6 +70,21 @@ impl Shape {
     /// Query heads for each key/value head.
     pub fn group(&self) -> u32 {
         self.q_heads / self.kv_heads.max(1)
+    }
+
+    /// Refuses a call whose running state is larger than a device reads, by its
+    /// [`most_state_bytes`](kyklos::backend::Backend::most_state_bytes).
+    pub(crate) fn check_state(&self, most_state_bytes: Option<u64>) -> Result<()> {
+        let [batch, rows, heads, dim] =
+            [self.batch, self.q_len, self.q_heads, self.head_dim].map(|extent| extent as usize);
+        let bytes = StateShape { batch, rows, heads, dim }.ml_bytes() as u64;
+        if most_state_bytes.is_some_and(|most| bytes > most) {
+            return Err(Error::request(
+                format!("a call whose sums take {bytes} bytes, more than this device binds at once"),
+                "make it smaller: fewer queries, heads or batch entries",
+            ));
+        }
+        Ok(())
     }
 }
 

@@ -24,8 +24,7 @@ pub struct Door {
 #[derive(Debug)]
 struct Shared {
     name: String,
-    /// Where it listens.
-    address: SocketAddr,
+    token: Token,
     closed: AtomicBool,
     /// Why nobody could come in, if that is the door's own fault.
     fault: Mutex<Option<String>>,
@@ -37,7 +36,7 @@ impl Door {
     pub fn open(name: &str, invitation: Invitation, joining: Joining) -> Self {
         let shared = Arc::new(Shared {
             name: name.to_owned(),
-            address: owner_address(&invitation),
+            token: invitation.token().clone(),
             closed: AtomicBool::new(false),
             fault: Mutex::default(),
         });
@@ -59,9 +58,9 @@ impl Door {
         &self.shared.name
     }
 
-    /// Whether it listens where this invitation says.
+    /// Whether it is for the token of this invitation.
     pub fn is_of(&self, invitation: &Invitation) -> bool {
-        self.shared.address == owner_address(invitation)
+        self.shared.token == *invitation.token()
     }
 
     /// Why no helper can come in through this door, such as a port that another program has.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kyklos::backend::{Backend, Device, StateShape};
+use kyklos::backend::{Backend, Device};
 use kyklos::{
     AttentionProblem, Dtype, Error, Mask, Result, Saved, Session, SystemClock, Tensor, WireFormat,
     in_process_group,
@@ -47,8 +47,7 @@ pub enum HelperEvent {
 /// Settings of a helper.
 #[derive(Clone)]
 pub struct HelperOptions {
-    /// Bytes of tensors that it takes at a time; none: half of the machine's memory, if that is
-    /// known.
+    /// Bytes of tensors that it takes at a time; none: half of the machine's memory.
     pub memory_bytes: Option<u64>,
     /// Called after each event, on the thread of the helper.
     pub on_event: Arc<dyn Fn(&HelperEvent) + Send + Sync>,
@@ -300,28 +299,21 @@ impl Helper {
         if work.gradients {
             self.device.supports_backward(work.dtype.parse()?, work.head_dim as usize)?;
         }
-        let mut most = 0;
-        // On the device they are as they were before they were coded.
+        // On the device tensors are as they were before they were coded.
         let plain = &Work { wire: WireFormat::Same.name().to_owned(), ..work.clone() };
+        let mut most = 0;
         for piece in &work.pieces {
             if piece.rows == 0 || work.kv_len == 0 || work.batch == 0 {
                 return Err(Error::request("a piece without tokens", "leave it out"));
             }
             let (shape, call) = (work.piece_shape(piece)?, work.piece_call(piece)?);
-            let [batch, rows, heads, dim] = queries_shape(&shape);
-            let state = StateShape { batch, rows, heads, dim }.ml_bytes() as u64;
-            if self.device.most_state_bytes().is_some_and(|most| state > most) {
-                return Err(Error::request(
-                    format!("a piece whose sums take {state} bytes, which this helper's device cannot bind"),
-                    "send smaller pieces",
-                ));
-            }
+            shape.check_state(self.device.most_state_bytes())?;
             Call { bias: None, ..call.clone() }
                 .problem(&shape)?
                 .with_bias(call.bias.map(|(tensor, _)| tensor))?;
             let bytes: usize = plain.input_bytes(piece)?.iter().chain(&plain.result_bytes(piece)?).sum();
             let holds = bytes as u64 * 2 * WINDOW as u64;
-            if let Some(memory) = self.options.memory_bytes.filter(|memory| holds > *memory) {
+            if let Some(memory) = self.options.memory_bytes.filter(|most| holds > *most) {
                 return Err(Error::request(
                     format!("a piece that needs {holds} bytes of this helper, which gives {memory}"),
                     "send smaller pieces, or give the helper more memory",

@@ -50,33 +50,34 @@ impl Invitations {
     /// the first from 29700 that is free and in no other invitation.
     ///
     /// # Errors
-    /// [`Error::Request`] for a name, host or port that cannot be it, [`Error::Transport`] for a
-    /// folder that cannot be written.
+    /// [`Error::Request`] for a name, host or port that cannot be it, or a folder that cannot be
+    /// made; [`Error::Transport`] for a file that cannot be written.
     pub fn invite(&self, name: &str, host: Option<&str>, port: Option<u16>) -> Result<Invitation> {
         let path = self.path(name)?;
         let before = if path.exists() { Some(self.read(name)?) } else { None };
         let place = self.place(name, before.as_ref(), host, port)?;
-        let invitation = match before {
-            Some(before) if before.token().place() == place => return Ok(before),
-            Some(before) => before.at(&place)?,
-            None => {
-                let terms =
-                    InvitationTerms { place: &place, size: 2, job: &format!("helper-{name}"), valid: VALID };
-                Invitation::new(&terms)?
-            }
-        };
         let cannot = |error: std::io::Error| {
             Error::request(
                 format!("cannot write in the folder {}: {error}", self.0.display()),
                 "choose another folder",
             )
         };
-        std::fs::create_dir_all(&self.0).map_err(cannot)?;
-        let written = self.0.join(format!("{name}.new-{}", std::process::id()));
-        // Left behind by a process of this number that was killed here.
-        std::fs::remove_file(&written).or_else(missing_is_fine).map_err(cannot)?;
-        invitation.write_file(&written)?;
-        std::fs::rename(&written, &path).map_err(cannot)?;
+        match before {
+            Some(before) if before.token().place() == place => return Ok(before),
+            Some(before) => {
+                let moved = self.moved(name);
+                // Left behind by a process that was killed here.
+                std::fs::remove_file(&moved).or_else(missing_is_fine).map_err(cannot)?;
+                before.at(&place)?.write_file(&moved)?;
+                std::fs::rename(&moved, &path).map_err(cannot)?;
+            }
+            None => {
+                std::fs::create_dir_all(&self.0).map_err(cannot)?;
+                let job = format!("helper-{name}");
+                Invitation::new(&InvitationTerms { place: &place, size: 2, job: &job, valid: VALID })?
+                    .write_file(&path)?;
+            }
+        }
         self.read(name)
     }
 
@@ -103,6 +104,7 @@ impl Invitations {
         let taken: Vec<(u16, String)> =
             others.filter_map(|other| Some((port_of(&self.read(&other).ok()?)?, other))).collect();
         let port = match (port, before.and_then(|(_, port)| port.parse().ok())) {
+            (Some(0), _) => return Err(Error::request("port 0", "use a port from 1 to 65535")),
             (Some(port), _) => {
                 if let Some((_, other)) = taken.iter().find(|(taken, _)| *taken == port) {
                     return Err(Error::request(
@@ -143,6 +145,8 @@ impl Invitations {
     /// [`Error::Request`] if there is none.
     pub fn remove(&self, name: &str) -> Result<()> {
         let path = self.path(name)?;
+        // It holds keys too.
+        std::fs::remove_file(self.moved(name)).ok();
         std::fs::remove_file(&path).map_err(|error| {
             if error.kind() == std::io::ErrorKind::NotFound {
                 return Error::request(
@@ -181,6 +185,11 @@ impl Invitations {
         Ok(names)
     }
 
+    /// Where an invitation is written that is then moved over that of the same name.
+    fn moved(&self, name: &str) -> PathBuf {
+        self.0.join(format!("{name}.moved"))
+    }
+
     fn path(&self, name: &str) -> Result<PathBuf> {
         if !is_name(name) {
             return Err(Error::request(
@@ -195,15 +204,18 @@ impl Invitations {
 /// As a token has it: an IPv6 address in brackets.
 fn written_host(host: &str) -> Result<String> {
     let inner = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
-    match inner {
-        inner if inner.parse::<Ipv6Addr>().is_ok() => Ok(format!("[{inner}]")),
-        // With a colon it has a port too much.
-        inner if inner.is_empty() || inner != host || inner.contains([':', '[', ']']) => Err(Error::request(
+    if inner.parse::<Ipv6Addr>().is_ok() {
+        return Ok(format!("[{inner}]"));
+    }
+    // With a colon it has a port too much.
+    let fine = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
+    if !(1..=253).contains(&host.len()) || !host.chars().all(fine) {
+        return Err(Error::request(
             format!("{host:?} is no name or address of a machine"),
             "write it without a port, such as 192.168.1.7",
-        )),
-        inner => Ok(inner.to_owned()),
+        ));
     }
+    Ok(host.to_owned())
 }
 
 fn port_of(invitation: &Invitation) -> Option<u16> {

@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex};
 use kyklos::backend::Device;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuOptions};
 use kyklos::local::on_threads;
-use kyklos::plan::Mesh;
 use kyklos::transport::{Group, Rank};
 use kyklos::{
-    Attention, Error, Execution, Observer, Result, RunOptions, Saved, Session, SessionOptions, Tensor, in_process_group,
+    Attention, Error, Execution, Mesh, Observer, Result, RunOptions, Saved, Session, SessionOptions, Tensor,
+    in_process_group,
 };
 
 /// The shares that a rank's operations have told, by operation.

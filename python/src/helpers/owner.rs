@@ -63,7 +63,7 @@ impl Owner {
         }
     }
 
-    /// Opens the door of an invitation, unless it is open where the invitation says.
+    /// Opens the door of an invitation, unless it is open for its token.
     fn open(&self, py: Python<'_>, name: &str) -> PyResult<()> {
         let invitation = Invitations::of_user().and_then(|invitations| invitations.read(name));
         let invitation = invitation.map_err(|error| errors::of_call(py, &error))?;
@@ -212,7 +212,9 @@ impl Owner {
 
     /// The token of the invitation for one helper, made where there is none.
     #[staticmethod]
-    fn invite(py: Python<'_>, name: &str, host: Option<&str>, port: Option<u16>) -> PyResult<String> {
+    fn invite(py: Python<'_>, name: &str, host: Option<&str>, port: Option<i64>) -> PyResult<String> {
+        // What is no port becomes 0, which is refused.
+        let port = port.map(|port| u16::try_from(port).unwrap_or(0));
         let invitation = Invitations::of_user().and_then(|invitations| invitations.invite(name, host, port));
         invitation
             .map(|invitation| invitation.token().to_string())

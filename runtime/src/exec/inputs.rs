@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use kyklos_transport::{Rank, RefusalReason, TransportError, Vote};
 
-use super::Executor;
+use super::{Executor, LoweredPlan};
 use crate::backend::Backend;
 use crate::collective::Collective;
 use crate::error::{Error, Result};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kyklos_transport::{Abort, AbortCause, Progress, TransportError, Vote};
+use kyklos_transport::{Abort, AbortCause, Progress, Rank, TransportError, Vote};
 
 use super::Session;
 use super::agreement::{Agreed, facts_of, note};

@@ -78,6 +78,7 @@ impl Attention {
             kv_counts: kv_tokens.to_vec(),
             bias_bytes: q_tokens.iter().map(bytes).collect(),
             bias_axes: q_tokens.iter().map(axes).collect(),
+            most_state_bytes: Vec::new(),
             cache_rows: None,
         };
         plans(&self.options, &agreed)
@@ -325,6 +326,7 @@ mod tests {
             kv_counts: kv_counts.to_vec(),
             bias_bytes: vec![0; 4],
             bias_axes: vec![None; 4],
+            most_state_bytes: Vec::new(),
             cache_rows: None,
         };
         let plans = plans(&Attention::new().execution(execution).options, &agreed)?;

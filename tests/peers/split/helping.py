@@ -204,7 +204,7 @@ def main():
         os.environ["KYKLOS_SETTINGS_DIR"] = settings
         from kyklos._kyklos import Owner
 
-        token = Owner.invite("peer", f"{HOSTS[0]}:29700")
+        token = Owner.invite("peer", HOSTS[0], 29700)
         options = ["--quotas", *map(str, args.quotas), "--mbit", str(args.mbit), "--forwards", str(args.forwards), "--only", args.only]
         options += ["--faults"] if args.faults else []
 

@@ -9,7 +9,7 @@ use kyklos_transport::Vote;
 
 use super::plans::{Appended, full, len, sources};
 use super::{Holdings, KvCache, NewKeys};
-use crate::backend::DeviceBuffer;
+use crate::backend::{Backend, DeviceBuffer};
 use crate::call::{Attention, Options};
 use crate::error::{Error, Result};
 use crate::exec::{Inputs, LoweredPlan};
