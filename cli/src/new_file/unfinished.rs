@@ -150,7 +150,8 @@ const PREFIX: &str = ".kyklos-";
 const SUFFIX: &str = ".part";
 const MOST_TRIES: u32 = 16;
 
-#[cfg(all(test, target_os = "linux"))]
+#[cfg(test)]
+#[cfg(target_os = "linux")]
 mod tests {
     use std::io::Write;
 
