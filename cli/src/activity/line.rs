@@ -86,6 +86,7 @@ impl Happened {
 
     /// The process of `rank` says this; nothing if its line is empty.
     pub(super) fn process_says(&mut self, rank: u32, line: &str) {
+        self.doing = None;
         match line {
             "" => self.of_processes.remove(&rank),
             line => self.of_processes.insert(rank, line.to_owned()),

@@ -109,6 +109,7 @@ fn run_once(
         }
         Ok(child)
     };
+    activity::doing("starting the ranks");
     let mut children = Children::default();
     for rank in 0..ranks {
         children.take(rank, start(rank, false)?);

@@ -11,7 +11,9 @@ use kyklos_shaders::Kernel;
 
 use super::class::class;
 #[cfg(not(target_arch = "wasm32"))]
-use super::hidden::{descriptor, remark};
+use super::hidden::remark;
+#[cfg(not(target_arch = "wasm32"))]
+use super::instance::every_adapter;
 #[cfg(not(target_arch = "wasm32"))]
 use super::listing::distinct;
 use crate::backend::wgpu::backend::WgpuBackend;
@@ -336,32 +338,6 @@ fn web_name(device: &wgpu::Device) -> String {
 #[cfg(target_arch = "wasm32")]
 fn instance() -> wgpu::Instance {
     wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle())
-}
-
-/// The only instance of the process that computes. It is never dropped: the Vulkan loader unloads
-/// the drivers with the last instance, and a process that exits while another thread does that
-/// jumps into unmapped code.
-#[cfg(not(target_arch = "wasm32"))]
-fn instance() -> &'static wgpu::Instance {
-    static INSTANCE: std::sync::OnceLock<wgpu::Instance> = std::sync::OnceLock::new();
-    INSTANCE.get_or_init(|| wgpu::Instance::new(descriptor()))
-}
-
-#[cfg(not(target_arch = "wasm32"))]
-pub(super) fn apis() -> wgpu::Backends {
-    wgpu::Backends::PRIMARY.with_env() & wgpu::Backends::PRIMARY
-}
-
-/// What the drivers offer to `instance`.
-#[cfg(not(target_arch = "wasm32"))]
-pub(super) fn on(instance: &wgpu::Instance) -> Vec<wgpu::Adapter> {
-    pollster::block_on(instance.enumerate_adapters(apis()))
-}
-
-/// What the drivers offer, a GPU once for each driver.
-#[cfg(not(target_arch = "wasm32"))]
-pub(super) fn every_adapter() -> Vec<wgpu::Adapter> {
-    on(instance())
 }
 
 #[cfg(not(target_arch = "wasm32"))]

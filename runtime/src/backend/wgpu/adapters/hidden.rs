@@ -6,21 +6,10 @@ use std::sync::OnceLock;
 
 use wgpu::{AdapterInfo, InstanceDescriptor, InstanceFlags};
 
-use super::adapter::{apis, every_adapter, on};
+use super::instance::{apis, descriptor, every_adapter, on};
 
 /// wgpu's variable that shows them: any value but 0.
 const SHOW: &str = "WGPU_ALLOW_UNDERLYING_NONCOMPLIANT_ADAPTER";
-
-/// The settings of an instance: those of wgpu, and what wgpu's own variables change in its flags
-/// and in the options of its APIs. Which APIs are used, [`apis`] says.
-pub(in crate::backend::wgpu) fn descriptor() -> InstanceDescriptor {
-    let plain = InstanceDescriptor::new_without_display_handle();
-    InstanceDescriptor {
-        flags: plain.flags.with_env(),
-        backend_options: plain.backend_options.clone().with_env(),
-        ..plain
-    }
-}
 
 /// Names the adapters that are hidden and the variable that shows them. Asks the drivers a second
 /// time, so only explanations call it.

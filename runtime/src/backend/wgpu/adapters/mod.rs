@@ -5,4 +5,6 @@ pub(super) mod class;
 #[cfg(not(target_arch = "wasm32"))]
 pub(super) mod hidden;
 #[cfg(not(target_arch = "wasm32"))]
+pub(super) mod instance;
+#[cfg(not(target_arch = "wasm32"))]
 pub(super) mod listing;
