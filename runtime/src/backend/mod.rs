@@ -8,9 +8,10 @@
 //! - **Order.** Operations on one backend take effect in the order of the calls. A buffer that is
 //!   dropped while the device still uses it stays alive underneath until the device is done.
 //! - **Blocking.** No method blocks on the device. `attend` works through its block in pieces of at
-//!   most about 100 ms; between two pieces it checks [`Control`] and lets other futures of its task
-//!   run. It may resolve before the last pieces are done; [`Backend::wait`] ends when all submitted
-//!   work is done.
+//!   most about 100 ms, or of half a second on a slow device that a shorter piece would not fill;
+//!   between two pieces it checks [`Control`] and lets other futures of its task run. It may
+//!   resolve before the last pieces are done; [`Backend::wait`] ends when all submitted work is
+//!   done.
 //! - **Errors.** A device failure is returned by the call or by a later call, at the latest by
 //!   `wait`.
 //! - **Non-finite values.** NaN and ∞ in q, k, v reach exactly the rows that see them. A NaN or ∞

@@ -14,6 +14,7 @@ use crate::backend::wgpu::numbers::{checked_dim, narrow};
 use crate::backend::wgpu::running::clock::now_s;
 use crate::backend::wgpu::running::dispatch::Window;
 use crate::backend::wgpu::running::items::Items;
+use crate::backend::wgpu::running::pacing::whole_tiles;
 use crate::backend::wgpu::running::pieces::{Flight, Pace};
 use crate::backend::wgpu::storage::buffer::WgpuBuffer;
 use crate::backend::wgpu::storage::region::cut;
@@ -48,7 +49,7 @@ async fn attend_in_pieces(
     for region in call.regions() {
         let mut pieces = call.items(&region);
         let windows = call.windows(&region)?;
-        while let Some((items, flops)) = pieces.next(backend.pace.piece_flops(&Kernel::Attend(call.kernel))) {
+        while let Some((items, flops)) = pieces.next(backend.pace.size(&Kernel::Attend(call.kernel))) {
             backend.pace.room().await;
             backend.gpu.check()?;
             call.submit(&region, &windows, items, flops)?;
@@ -125,8 +126,9 @@ impl<'a> Call<'a> {
     }
 
     /// Cuts a call that does not fit the device's bindings: by batch entries, then rows, then keys.
-    /// Keys are also cut if, with all keys, the number of Q tiles that keeps the device busy
-    /// would take longer than a piece may, and into stretches of [`STRETCH_KEYS`].
+    /// Keys are also cut so that as many Q tiles as fill the device take a short time, see
+    /// [`Grain`](crate::backend::wgpu::running::pacing::Grain), and into stretches of
+    /// [`STRETCH_KEYS`].
     ///
     /// The cuts depend only on shapes and on the kind of device, not on measured times: a kernel
     /// sums its keys from zero and merges the sums into the state, so a cut rounds, and the
@@ -149,12 +151,12 @@ impl<'a> Call<'a> {
         }
         let tiles = self.args.work.q_tiles();
         let items = (batch_step * shape.heads * tiles.min(tile_step)) as u64;
-        let key_step = keys
-            .min(STRETCH_KEYS)
-            .min(self.backend.pace.keys_at_once(Pace::flops_per_key(&self.kernel), items))
-            .max(kv_cols)
-            / kv_cols
-            * kv_cols;
+        // A fixed order has its own, few keys. How many rows are computed with them must not cut them.
+        let at_once = match self.args.fixed_order {
+            true => STRETCH_KEYS,
+            false => self.backend.pace.grain.keys_at_once(Pace::flops_per_key(&self.kernel), items, kv_cols),
+        };
+        let key_step = whole_tiles(keys.min(STRETCH_KEYS).min(at_once), kv_cols);
         let keys = self.args.work.kv_positions.len();
         let mut regions = Vec::new();
         for batch in cut(0..shape.batch, batch_step) {

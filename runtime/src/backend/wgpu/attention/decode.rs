@@ -15,6 +15,7 @@ use crate::backend::wgpu::backend::WgpuBackend;
 use crate::backend::wgpu::numbers::{checked_dim, narrow, storage};
 use crate::backend::wgpu::running::clock::now_s;
 use crate::backend::wgpu::running::dispatch::Window;
+use crate::backend::wgpu::running::items::Items;
 use crate::backend::wgpu::running::pieces::Flight;
 use crate::backend::wgpu::storage::buffer::WgpuBuffer;
 use crate::backend::wgpu::storage::region::cut;
@@ -24,9 +25,11 @@ use crate::error::Result;
 
 /// Keys of a block below which splitting does not pay.
 const FEWEST_KEYS: usize = 256;
-/// Keys of a split. Fewer would not be worth the merge; more would keep one workgroup busy for too
-/// long.
-const SPLIT_KEYS: Range<usize> = 256..32768;
+/// Fewest keys of a split: fewer would not be worth the merge.
+const SPLIT_KEYS: usize = 256;
+/// Rows of queries for which a workgroup computes as long as it reads keys and values. The cost of
+/// fewer is that of reading.
+const FEWEST_SLOTS: u32 = 8;
 
 /// Prepares the call for the decoding kernels; `None` where it has too many rows or too few keys
 /// for them.
@@ -121,10 +124,11 @@ struct Splits {
 }
 
 /// Keys of each split, where `tiles` workgroups read `keys` keys and the device needs `target`
-/// workgroups to be busy. At most `most` splits, each a multiple of `unit` keys.
-fn splits(keys: usize, tiles: usize, target: usize, most: usize, unit: usize) -> Splits {
-    let wanted = target.div_ceil(tiles).min(keys.div_ceil(SPLIT_KEYS.start));
-    let count = wanted.max(keys.div_ceil(SPLIT_KEYS.end)).min(most).max(1);
+/// workgroups to be busy. At most `most` splits, each a multiple of `unit` keys, and of no more
+/// than `longest` keys if so many splits are not too many.
+fn splits(keys: usize, tiles: usize, target: usize, most: usize, longest: usize, unit: usize) -> Splits {
+    let wanted = target.div_ceil(tiles).min(keys.div_ceil(SPLIT_KEYS));
+    let count = wanted.max(keys.div_ceil(longest)).min(most).max(1);
     let split = keys.div_ceil(count).next_multiple_of(unit);
     Splits { count: keys.div_ceil(split), keys: split }
 }
@@ -149,29 +153,34 @@ impl Decode<'_> {
         for region in regions {
             let share = cost(&region) / all;
             let bindings = self.bind(&region)?;
-            let items = region.batch.len() * self.groups * region.splits.count;
-            let item_flops =
-                4.0 * f64::from(self.kernel.slots * self.kernel.head_dim) * count(region.splits.keys);
-            let mut done = 0;
-            while done < items {
-                let budget = self.backend.pace.piece_flops(&kernel);
-                let within = (1..items - done).take_while(|n| count(n + 1) * item_flops <= budget).count();
-                let piece = done..done + 1 + within;
-                done = piece.end;
+            let keys = narrow("the number of keys", region.splits.keys)?;
+            let met = vec![vec![keys; region.splits.count]];
+            let mut pieces = Items::new(met, &region.batch, self.groups, self.flops_per_key());
+            let items = (region.batch.len() * self.groups * region.splits.count) as u64;
+            let all_flops = pieces.all_flops();
+            while let Some((piece, flops)) = pieces.next(self.backend.pace.size(&kernel)) {
                 self.backend.pace.room().await;
                 self.backend.gpu.check()?;
-                let flops = item_flops * count(piece.len());
-                self.submit(&region, &bindings, piece, done == items, flops)?;
-                control.share_done(share * flops / (item_flops * count(items)))?;
+                let last = piece.end == items;
+                self.submit(&region, &bindings, piece, last, flops)?;
+                control.share_done(share * flops / all_flops)?;
                 yield_now().await;
             }
         }
         Ok(())
     }
 
+    /// Operations of a workgroup for one key, counted so that they take the time that it takes.
+    fn flops_per_key(&self) -> f64 {
+        4.0 * f64::from(self.kernel.slots.max(FEWEST_SLOTS) * self.kernel.head_dim)
+    }
+
     fn regions(&self) -> Vec<Region> {
         let limit = self.backend.gpu.window_bytes();
         let shape = self.args.state.shape;
+        let grain = &self.backend.pace.grain;
+        let unit = self.kernel.variant.keys_at_once() as usize;
+        let longest = grain.keys_at_once(self.flops_per_key(), u64::MAX, unit).max(SPLIT_KEYS);
         let mut batch_step = if self.operands.fit(limit) { shape.batch } else { 1 };
         let all_keys = self.args.work.kv_positions.len();
         let mut key_step = self.operands.k.rows_within(limit).min(self.operands.v.rows_within(limit));
@@ -183,16 +192,14 @@ impl Decode<'_> {
         }
         let mut regions = Vec::new();
         for batch in cut(0..shape.batch, batch_step) {
+            let tiles = batch.len() * self.groups;
+            // A part of one split is as large as the state, which fits a binding.
+            let part_bytes = tiles * (self.kernel.slots * self.kernel.head_dim) as usize * 4;
+            let most = (usize::try_from(limit).unwrap_or(usize::MAX) / part_bytes).max(1);
             // Keys that no row sees are neither bound nor split.
             let visible = self.list.key_range(&batch, 0);
-            for keys in cut(visible, key_step) {
-                let tiles = batch.len() * self.groups;
-                // A part of one split is as large as the state, which fits a binding.
-                let part_bytes = tiles * (self.kernel.slots * self.kernel.head_dim) as usize * 4;
-                let most = usize::try_from(limit).unwrap_or(usize::MAX) / part_bytes;
-                let unit = self.kernel.variant.keys_at_once() as usize;
-                let target = self.backend.pace.decode_groups();
-                let splits = splits(keys.len(), tiles, target, most, unit);
+            for keys in cut(visible, key_step.min(most.saturating_mul(longest))) {
+                let splits = splits(keys.len(), tiles, grain.decode_groups(), most, longest, unit);
                 regions.push(Region { batch: batch.clone(), keys, splits });
             }
         }
@@ -221,16 +228,17 @@ impl Decode<'_> {
         &self,
         region: &Region,
         bindings: &Bindings<'_>,
-        items: Range<usize>,
+        items: Range<u64>,
         last: bool,
         flops: f64,
     ) -> Result<()> {
         let gpu = &self.backend.gpu;
         let kernel = Kernel::Decode(self.kernel);
-        let grid = gpu.grid(items.len() as u64)?;
+        let grid = gpu.grid(items.end - items.start)?;
         let mut params = self.params(region, bindings)?;
-        params.first_item = narrow("the number of splits", items.start)?;
-        params.items = narrow("the number of splits", items.len())?;
+        let splits = |n: u64| narrow("the number of splits", usize::try_from(n).unwrap_or(usize::MAX));
+        params.first_item = splits(items.start)?;
+        params.items = splits(items.end - items.start)?;
         params.grid_width = grid.width;
         let [k, v] = bindings.kv.bound();
         let part_a = gpu.whole("decode parts", &bindings.part_a)?;
@@ -322,11 +330,6 @@ impl Decode<'_> {
     }
 }
 
-/// A number of keys or items for estimates.
-fn count(n: usize) -> f64 {
-    f64::from(u32::try_from(n).unwrap_or(u32::MAX))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -341,11 +344,11 @@ mod tests {
 
     #[test]
     fn splits_keep_the_device_busy_and_cover_the_keys() {
-        assert_eq!(splits(4096, 2, 32, 1000, 64), Splits { count: 16, keys: 256 });
-        assert_eq!(splits(300, 1, 32, 1000, 64), Splits { count: 2, keys: 192 });
-        assert_eq!(splits(5000, 64, 32, 1000, 64), Splits { count: 1, keys: 5056 });
-        assert_eq!(splits(100_000, 64, 32, 1000, 64), Splits { count: 4, keys: 25024 });
-        assert_eq!(splits(4096, 1, 32, 3, 64), Splits { count: 3, keys: 1408 });
-        assert_eq!(splits(1, 1, 32, 3, 64), Splits { count: 1, keys: 64 });
+        assert_eq!(splits(4096, 2, 32, 1000, 9000, 64), Splits { count: 16, keys: 256 });
+        assert_eq!(splits(300, 1, 32, 1000, 9000, 64), Splits { count: 2, keys: 192 });
+        assert_eq!(splits(5000, 64, 32, 1000, 9000, 64), Splits { count: 1, keys: 5056 });
+        assert_eq!(splits(100_000, 64, 32, 1000, 32768, 64), Splits { count: 4, keys: 25024 });
+        assert_eq!(splits(4096, 1, 32, 3, 9000, 64), Splits { count: 3, keys: 1408 });
+        assert_eq!(splits(1, 1, 32, 3, 9000, 64), Splits { count: 1, keys: 64 });
     }
 }

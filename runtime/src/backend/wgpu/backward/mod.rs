@@ -24,6 +24,7 @@ use super::numbers::{checked_dim, narrow, storage};
 use crate::backend::wgpu::attention::operands::{bias_of, factors};
 use crate::backend::wgpu::running::clock::now_s;
 use crate::backend::wgpu::running::items::Items;
+use crate::backend::wgpu::running::pacing::whole_tiles;
 use crate::backend::wgpu::running::pieces::{Flight, Pace};
 use crate::backend::wgpu::storage::buffer::WgpuBuffer;
 use crate::backend::wgpu::storage::region::cut;
@@ -75,7 +76,7 @@ async fn backward_in_pieces(
             let windows = call.tensors.windows(&backend.gpu, &args, pass.kernel, &region)?;
             for heads in pass.heads_at_once() {
                 let mut items = pass.items(&region, heads.len());
-                while let Some((items, flops)) = items.next(backend.pace.piece_flops(&pass.kernel)) {
+                while let Some((items, flops)) = items.next(backend.pace.size(&pass.kernel)) {
                     backend.pace.room().await;
                     backend.gpu.check()?;
                     pass.submit(&region, &heads, &windows, items, flops)?;
@@ -196,7 +197,7 @@ impl<'a> Pass<'a> {
         let (shape, keys) = (self.call.args.shape, self.call.args.work.kv_positions.len());
         let tensors = &self.call.tensors;
         let TileShape { q_rows, kv_cols } = self.call.args.work.tile;
-        let whole = |rows: usize, tile: u32| (rows / tile as usize * tile as usize).max(tile as usize);
+        let whole = |rows: usize, tile: u32| whole_tiles(rows, tile as usize);
         let shared_batch = self.bias_layout().is_some_and(|layout| layout.batch_stride == 0);
         let mut batch_step = if tensors.fit(limit) && !shared_batch { shape.batch } else { 1 };
         let mut row_step = whole(tensors.rows_within(limit), q_rows);
@@ -214,7 +215,7 @@ impl<'a> Pass<'a> {
         }
         let heads = self.heads_at_once().first().map_or(0, ExactSizeIterator::len);
         let items = batch_step * heads * fixed.div_ceil(self.backward.tile_rows() as usize);
-        let at_once = self.call.backend.pace.keys_at_once(self.flops, items as u64);
+        let at_once = self.call.backend.pace.grain.keys_at_once(self.flops, items as u64, tile as usize);
         *moving = whole((*moving).min(at_once), tile);
         let mut regions = Vec::new();
         for batch in cut(0..shape.batch, batch_step) {
