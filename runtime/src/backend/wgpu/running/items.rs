@@ -15,6 +15,7 @@ pub(in crate::backend::wgpu) struct Items {
     next: u64,
     /// Items with work from `next` on.
     left: u64,
+    all_flops: f64,
 }
 
 impl Items {
@@ -26,7 +27,10 @@ impl Items {
     ) -> Self {
         let with_work = |batch: usize| met[batch.min(met.len() - 1)].iter().filter(|met| **met > 0).count();
         let left = batch.clone().map(|batch| (with_work(batch) * heads) as u64).sum();
-        Self { met, batch_first: batch.start, heads, flops, next: 0, left }
+        let looped = |batch: usize| met[batch.min(met.len() - 1)].iter().copied().map(f64::from).sum::<f64>();
+        #[expect(clippy::cast_precision_loss, reason = "heads are few")]
+        let all_flops = batch.clone().map(looped).sum::<f64>() * heads as f64 * flops;
+        Self { met, batch_first: batch.start, heads, flops, next: 0, left, all_flops }
     }
 
     /// The next items, and their floating-point operations. Skips items without work at both ends.
@@ -53,7 +57,7 @@ impl Items {
 
     /// Operations of all items.
     pub(in crate::backend::wgpu) fn all_flops(&self) -> f64 {
-        (0..self.items).map(|item| self.flops(item)).sum()
+        self.all_flops
     }
 
     fn flops(&self, item: u64) -> f64 {
@@ -99,6 +103,7 @@ mod tests {
                 assert!(inside >= fewest_groups.min(10), "{size:?}: {pieces:?}");
             }
             assert_eq!(pieces.iter().map(|piece| piece.1).sum::<f64>(), 2.0 * (2.0 * 8.0 + 4.0 * 2.0));
+            assert_eq!(items.all_flops(), 2.0 * (2.0 * 8.0 + 4.0 * 2.0));
         }
     }
 }
