@@ -20,6 +20,8 @@ pub use memory::memory_pool::CudaBuffer;
 pub(crate) use message_stream::MessageStream;
 pub(crate) use open_device::OpenDevice;
 pub use options::CudaOptions;
-pub(crate) use pacer::InFlightPiece;
+pub(crate) use pacer::{InFlightPiece, PieceSize};
+#[cfg(test)]
+pub(crate) use pacer::{PIECE_S, measured_speed};
 pub(crate) use status::{AwaitsMessages, DeviceStatus};
 pub(crate) use submitter::{Deferred, LaunchConfig};

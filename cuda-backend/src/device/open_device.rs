@@ -21,6 +21,10 @@ use crate::device::memory::memory_pool::{CudaBuffer, MemoryPool};
 use crate::device::memory::staging::StagingPool;
 use crate::driver::{Context, DeviceProperties, DriverError, Event};
 
+/// Most threads, and most shared memory of all blocks, of a multiprocessor of any architecture.
+const MOST_THREADS: u32 = 2048;
+const MOST_SHARED_BYTES: u32 = 228 << 10;
+
 /// An open device, as the operations of the backend use it. On drop its resources live until the
 /// device is idle.
 #[derive(Debug)]
@@ -69,6 +73,14 @@ impl OpenDevice {
     /// The device's index.
     pub(crate) fn ordinal(&self) -> usize {
         self.resources.context.ordinal()
+    }
+
+    /// Blocks of so many threads and bytes of shared memory that fill the device: at most so many
+    /// run at a time on any architecture.
+    pub(crate) fn resident_blocks(&self, threads: u32, shared_bytes: u32) -> u32 {
+        let by_threads = MOST_THREADS / threads.max(1);
+        let by_memory = MOST_SHARED_BYTES / shared_bytes.max(1);
+        self.multiprocessors * by_threads.min(by_memory).max(1)
     }
 
     /// Whether the device still works, and its name.

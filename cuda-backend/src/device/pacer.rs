@@ -9,12 +9,21 @@ use futures_channel::oneshot;
 
 /// Seconds that one piece should take: short enough to cancel without a noticeable delay, long
 /// compared with a submission.
-const PIECE_S: f64 = 0.08;
+pub(crate) const PIECE_S: f64 = 0.08;
 /// Pieces that may always be submitted and not done: one runs, one waits.
 const FEWEST_IN_FLIGHT: usize = 2;
 /// Short pieces, of steps that are submitted one after the other, may be more: another one as long
 /// as those in flight take less than [`PIECE_S`] together.
 const MOST_IN_FLIGHT: usize = 32;
+
+/// How much work a piece has: about so many floating-point operations, or so many tiles, if these
+/// have more. A piece whose blocks do not fill the device takes as long as one that does, so with
+/// fewer of them it would be slower and not shorter, and would measure the speed of a block.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct PieceSize {
+    pub(crate) flops: f64,
+    pub(crate) fewest_tiles: usize,
+}
 
 /// Measured speed of each kernel, and the pieces in flight.
 #[derive(Debug, Default)]
@@ -88,14 +97,20 @@ impl State {
     fn record_completion(&mut self, kernel: String, flops: f64, submitted: Instant, done: Instant) {
         let began = self.last_done.map_or(submitted, |last| last.max(submitted));
         self.last_done = Some(done);
-        // A shorter time is mostly that of the submission.
-        let took_s = done.saturating_duration_since(began).as_secs_f64().max(1e-3);
-        let measured = flops / took_s;
-        let rate = self.flops_per_s.entry(kernel).or_insert(measured);
-        // A lower speed is taken over at once, a higher one by half: too large a piece delays a
-        // cancellation.
-        *rate = if measured < *rate && took_s > 1e-3 { measured } else { rate.max(0.5 * (*rate + measured)) };
+        let took_s = done.saturating_duration_since(began).as_secs_f64();
+        let before = self.flops_per_s.get(&kernel).copied();
+        self.flops_per_s.insert(kernel, measured_speed(before, flops, took_s));
     }
+}
+
+/// The speed of a kernel, known or not, after a piece of `flops` that took `took_s`.
+pub(crate) fn measured_speed(before: Option<f64>, flops: f64, took_s: f64) -> f64 {
+    // A shorter time is mostly that of the submission.
+    let measured = flops / took_s.max(1e-3);
+    let before = before.unwrap_or(measured);
+    // A lower speed is taken over at once, a higher one by half: too large a piece delays a
+    // cancellation.
+    if measured < before && took_s > 1e-3 { measured } else { before.max(0.5 * (before + measured)) }
 }
 
 #[cfg(test)]

@@ -11,9 +11,9 @@ use kyklos::{BiasKind, Dtype, Error, Result};
 use super::arguments::{row_launch_config, state_arguments, tensor, to_u32};
 use super::choose::choose_kernel;
 use super::lists::Lists;
-use super::pieces::{Piece, PieceSplitter, take_within_budget};
+use super::pieces::{Piece, PieceSplitter, take};
 use super::state::{deferred_reset, finalize, upload_sinks};
-use crate::device::{CudaBuffer, Deferred, InFlightPiece, LaunchConfig, OpenDevice};
+use crate::device::{CudaBuffer, Deferred, InFlightPiece, LaunchConfig, OpenDevice, PieceSize};
 use crate::driver::{self, Event};
 use crate::kernels::{
     AttendArguments, AttendKernel, DecodeArguments, DeviceWork, HeadPack, HopperArguments, KernelChoice,
@@ -117,11 +117,11 @@ impl Call<'_> {
     async fn run_tiled(&self) -> Result<()> {
         let mut pieces = self.pieces(self.args.state.shape.heads, self.arguments.fresh);
         let all_flops = pieces.all_flops();
-        let next = |budget| {
-            let (piece, flops) = pieces.next(budget)?;
+        let next = |size| {
+            let (piece, flops) = pieces.next(size)?;
             Some(self.arguments_of(&piece).map(|(arguments, grid)| (arguments, grid, flops)))
         };
-        self.submit((next, all_flops), |arguments, grid| self.launch(&arguments, grid)).await
+        self.submit(1, (next, all_flops), |arguments, grid| self.launch(&arguments, grid)).await
     }
 
     /// One block for each part of the keys of a query tile of a pack, then a merge of all parts
@@ -142,8 +142,8 @@ impl Call<'_> {
         // A part without keys has a state too, which its block initialises. So no piece may be left out.
         let mut pieces = self.pieces(packs.len(), parts);
         let all_flops = pieces.all_flops();
-        let next = |budget| {
-            let (piece, flops) = pieces.next(budget)?;
+        let next = |size| {
+            let (piece, flops) = pieces.next(size)?;
             let last = pieces.is_finished();
             Some(self.arguments_of(&piece).map(|(attend, [tiles, packs, batch])| {
                 let packs_at = packs_at + (piece.heads.start * size_of::<HeadPack>()) as u64;
@@ -168,7 +168,7 @@ impl Call<'_> {
         };
         let merge = PartsArguments { state: into, parts, fresh: self.arguments.fresh };
         let merge_parts = row_launch_config("merge_parts", shape)?.expect("there are rows");
-        self.submit((next, all_flops), |(arguments, last), grid| {
+        self.submit(tile_blocks, (next, all_flops), |(arguments, last), grid| {
             if !last {
                 return device.launch(self.launch_config(grid), &arguments, &self.reads(), &[&states]);
             }
@@ -219,12 +219,12 @@ impl Call<'_> {
             let [tile, batch] = order[item / heads];
             pieces.tile_flops(batch as usize)[tile as usize]
         };
-        let next = |budget| {
+        let next = |size| {
             let first = done;
             if first == items {
                 return None;
             }
-            let (end, flops) = take_within_budget(first..items, budget, cost);
+            let (end, flops) = take(first..items, size, 1, cost);
             done = end;
             let count = |items| to_u32("query tiles times heads", items);
             Some(count(first).and_then(|first_item| {
@@ -233,7 +233,7 @@ impl Call<'_> {
                 Ok((arguments, [blocks, 1, 1], flops))
             }))
         };
-        self.submit((next, pieces.all_flops()), |arguments, grid| {
+        self.submit(1, (next, pieces.all_flops()), |arguments, grid| {
             let launch = self.launch_config(grid);
             self.device.launch_instead_of(self.reset.as_ref(), launch, &arguments, &reads, &writes)
         })
@@ -265,16 +265,20 @@ impl Call<'_> {
         Ok((arguments, grid))
     }
 
-    /// Submits a call in pieces: `next` gives the next piece for a budget of floating-point
-    /// operations, of `all_flops`; `launch` submits it.
+    /// Submits a call in pieces: `next` gives the next piece, whose tiles have `tile_blocks` blocks
+    /// each, and its operations, of `all_flops`; `launch` submits it.
     async fn submit<A>(
         &self,
-        (mut next, all_flops): (impl FnMut(f64) -> Option<Result<Submission<A>>>, f64),
+        tile_blocks: u32,
+        (mut next, all_flops): (impl FnMut(PieceSize) -> Option<Result<Submission<A>>>, f64),
         launch: impl Fn(A, [u32; 3]) -> Result<Arc<Event>>,
     ) -> Result<()> {
         let Self { device, args, kernel, .. } = self;
         let first_rate = first_rate(args.dtype);
-        while let Some(submission) = next(device.pacer.piece_flops(&kernel.name, first_rate)) {
+        let fewest_tiles =
+            device.resident_blocks(kernel.threads, kernel.shared_bytes).div_ceil(tile_blocks) as usize;
+        let size = || PieceSize { flops: device.pacer.piece_flops(&kernel.name, first_rate), fewest_tiles };
+        while let Some(submission) = next(size()) {
             let (arguments, grid, flops) = submission?;
             device.pacer.wait_for_slot().await;
             let submitted = Instant::now();

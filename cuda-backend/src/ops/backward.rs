@@ -13,7 +13,7 @@ use super::arguments::{tensor, to_u32};
 use super::attend::{bias_argument, first_rate, require_alignment};
 use super::lists::Lists;
 use super::pieces::PieceSplitter;
-use crate::device::{CudaBuffer, InFlightPiece, LaunchConfig, OpenDevice};
+use crate::device::{CudaBuffer, InFlightPiece, LaunchConfig, OpenDevice, PieceSize};
 use crate::driver::{self, Event};
 use crate::kernels::{
     AttendArguments, BACKWARD_TILE, BackwardArguments, BackwardKernel, BackwardList, BackwardShape,
@@ -265,10 +265,13 @@ impl<'a> Call<'a> {
         let (device, kernel, whole) = (self.device, &pass.kernel, &pass.arguments);
         let mut pieces = self.pieces(pass, &part);
         let first_flops_per_s = first_rate(self.args.dtype);
-        while let Some((piece, flops)) =
-            pieces.next(device.pacer.piece_flops(&kernel.name, first_flops_per_s))
-        {
-            let blocks = kernel.tile_blocks() as usize;
+        let blocks = kernel.tile_blocks() as usize;
+        let fewest_blocks = device.resident_blocks(kernel.threads, kernel.shared_bytes) as usize;
+        let size = || PieceSize {
+            flops: device.pacer.piece_flops(&kernel.name, first_flops_per_s),
+            fewest_tiles: fewest_blocks.div_ceil(blocks),
+        };
+        while let Some((piece, flops)) = pieces.next(size()) {
             let count = |tiles: usize| to_u32("the number of tiles", tiles * blocks);
             let arguments = BackwardArguments {
                 attend: AttendArguments {

@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use kyklos::{BlockWork, TileRun};
 
+use crate::device::PieceSize;
+
 /// Limit for the blocks of a grid in its second and third dimension.
 const MAX_BLOCKS: usize = 65_535;
 
@@ -15,9 +17,10 @@ pub(crate) struct Piece {
     pub(crate) batch: Range<usize>,
 }
 
-/// Divides the query tiles of a call by a budget of floating-point operations: into whole batch
-/// entries if one fits, else into heads of an entry, else into query tiles of a head. The keys of a
-/// query tile are never divided, so results do not depend on measured speeds.
+/// Divides the query tiles of a call by a [`PieceSize`]: into whole batch entries if one fits, else
+/// into heads of an entry, else into query tiles of a head. The keys of a query tile are never
+/// divided, so results do not depend on measured speeds, and the shortest piece takes as long as a
+/// tile.
 pub(crate) struct PieceSplitter {
     /// `[class][query tile]`: floating-point operations of a query tile of one head.
     tiles: Vec<Vec<f64>>,
@@ -61,18 +64,17 @@ impl PieceSplitter {
         self.next.0 == self.batch
     }
 
-    /// The next piece that has work, of at most `budget` operations or one query tile, and its
-    /// operations.
-    pub(crate) fn next(&mut self, budget: f64) -> Option<(Piece, f64)> {
+    /// The next piece that has work, and its operations.
+    pub(crate) fn next(&mut self, size: PieceSize) -> Option<(Piece, f64)> {
         loop {
-            let (piece, flops) = self.advance(budget)?;
+            let (piece, flops) = self.advance(size)?;
             if flops > 0.0 {
                 return Some((piece, flops));
             }
         }
     }
 
-    fn advance(&mut self, budget: f64) -> Option<(Piece, f64)> {
+    fn advance(&mut self, size: PieceSize) -> Option<(Piece, f64)> {
         let (batch, head, tile) = self.next;
         if batch == self.batch {
             return None;
@@ -80,18 +82,20 @@ impl PieceSplitter {
         let of_head: f64 = self.tile_flops(batch).iter().sum();
         let tiles = 0..self.tile_flops(batch).len();
         let of_batch = |batch: usize| self.tile_flops(batch).iter().sum::<f64>() * self.heads as f64;
-        if (head, tile) == (0, 0) && self.heads <= MAX_BLOCKS && of_batch(batch) <= budget {
-            let (end, flops) = take_within_budget(batch..self.batch, budget, of_batch);
+        let fits = |flops: f64, tiles: usize| flops <= size.flops || tiles <= size.fewest_tiles;
+        let batch_tiles = tiles.len() * self.heads;
+        if (head, tile) == (0, 0) && self.heads <= MAX_BLOCKS && fits(of_batch(batch), batch_tiles) {
+            let (end, flops) = take(batch..self.batch, size, batch_tiles, of_batch);
             self.next = (end, 0, 0);
             return Some((Piece { tiles, heads: 0..self.heads, batch: batch..end }, flops));
         }
-        if tile == 0 && of_head <= budget {
-            let (end, flops) = take_within_budget(head..self.heads, budget, |_| of_head);
+        if tile == 0 && fits(of_head, tiles.len()) {
+            let (end, flops) = take(head..self.heads, size, tiles.len(), |_| of_head);
             self.next = if end == self.heads { (batch + 1, 0, 0) } else { (batch, end, 0) };
             return Some((Piece { tiles, heads: head..end, batch: batch..batch + 1 }, flops));
         }
         let of_tile = self.tile_flops(batch);
-        let (end, flops) = take_within_budget(tile..tiles.end, budget, |tile| of_tile[tile]);
+        let (end, flops) = take(tile..tiles.end, size, 1, |tile| of_tile[tile]);
         self.next = match (end == tiles.end, head + 1 == self.heads) {
             (false, _) => (batch, head, end),
             (true, false) => (batch, head + 1, 0),
@@ -101,16 +105,24 @@ impl PieceSplitter {
     }
 }
 
-/// The end of the longest prefix of `range` within a budget, of at least one and at most
-/// [`MAX_BLOCKS`] elements, and its cost.
-pub(crate) fn take_within_budget(
+/// The end of the longest prefix of `range` within a size, of at least one and at most
+/// [`MAX_BLOCKS`] elements, and its cost. Each element has `tiles` tiles. What remains has the
+/// fewest tiles of a piece too.
+pub(crate) fn take(
     range: Range<usize>,
-    budget: f64,
+    size: PieceSize,
+    tiles: usize,
     cost: impl Fn(usize) -> f64,
 ) -> (usize, f64) {
-    let (mut end, mut sum) = (range.start + 1, cost(range.start));
-    while end < range.end && end - range.start < MAX_BLOCKS && sum + cost(end) <= budget {
-        sum += cost(end);
+    let (mut end, mut sum, mut with_work) = (range.start, 0.0, 0);
+    while end < range.end && end - range.start < MAX_BLOCKS {
+        let cost = cost(end);
+        let filled = with_work > 0 && tiles * with_work.min(range.end - end) >= size.fewest_tiles;
+        if filled && sum + cost > size.flops {
+            break;
+        }
+        sum += cost;
+        with_work += usize::from(cost > 0.0);
         end += 1;
     }
     (end, sum)
@@ -119,6 +131,7 @@ pub(crate) fn take_within_budget(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::{PIECE_S, measured_speed};
     use kyklos::{AttentionProblem, Dtype, Mask, TileShape, TokenRuns};
 
     /// For every budget, each query tile of each head of each batch entry that has work is in
@@ -133,23 +146,29 @@ mod tests {
             let pieces = PieceSplitter::new(work, 2, 3, 8, 0);
             pieces.tile_flops(0).iter().sum::<f64>() * 6.0
         };
-        for budget in [0.0, all / 40.0, all / 6.0, all / 5.0, all / 2.0, all] {
+        let budgets = [0.0, all / 40.0, all / 6.0, all / 5.0, all / 2.0, all];
+        for (budget, fewest_tiles) in
+            budgets.into_iter().flat_map(|budget| [1, 3, 10, 30].map(|n| (budget, n)))
+        {
             let mut pieces = PieceSplitter::new(work, 2, 3, 8, 0);
+            let size = PieceSize { flops: budget, fewest_tiles };
             let (mut seen, mut sum, mut count) = (vec![0; 7 * 3 * 2], 0.0, 0);
-            while let Some((piece, flops)) = pieces.next(budget) {
+            while let Some((piece, flops)) = pieces.next(size) {
                 for batch in piece.batch.clone() {
                     for head in piece.heads.clone() {
                         piece.tiles.clone().for_each(|tile| seen[(batch * 3 + head) * 7 + tile] += 1);
                     }
                 }
-                let one = piece.tiles.len() * piece.heads.len() * piece.batch.len() == 1;
-                assert!(flops <= budget || one, "{piece:?}: {flops} of {budget}");
+                let tiles = piece.tiles.len() * piece.heads.len() * piece.batch.len();
+                assert!(flops <= budget || fewest_tiles > 1 || tiles == 1, "{piece:?}: {flops} of {size:?}");
+                // More tiles than a head has are heads, which are not divided evenly.
+                assert!(tiles >= fewest_tiles.min(7), "{piece:?}: {tiles} tiles of {size:?}");
                 sum += flops;
                 count += 1;
             }
-            assert!(seen.iter().all(|times| *times == 1), "{budget}: {seen:?}");
+            assert!(seen.iter().all(|times| *times == 1), "{size:?}: {seen:?}");
             assert_eq!(sum, all);
-            assert_eq!(count == 1, budget == all, "{count} pieces of {budget}");
+            assert_eq!(count == 1, budget == all || fewest_tiles > 21, "{count} pieces of {size:?}");
         }
     }
 
@@ -163,8 +182,39 @@ mod tests {
         let work = &BlockWork::layers(&problem, &rows, &keys, tile)[0];
         for (extra_tiles, expected) in [(0, 1), (1, 2)] {
             let mut pieces = PieceSplitter::new(work, 2, 1, 8, extra_tiles);
-            let count = std::iter::from_fn(|| pieces.next(0.0)).count();
+            let count = std::iter::from_fn(|| pieces.next(PieceSize { flops: 0.0, fewest_tiles: 1 })).count();
             assert_eq!(count, expected, "{extra_tiles} extra tiles");
+        }
+    }
+
+    /// A tile of a long sequence takes longer than a piece should. The device computes `slots` of
+    /// them at a time; the third piece takes half a second longer.
+    #[test]
+    fn pieces_fill_a_device_whose_tiles_take_long() {
+        for (flops_per_s, slots, tile_flops) in [(3e13, 1056, 4e9), (2e12, 128, 4e9), (1e12, 40, 33e9)] {
+            for hiccup_s in [0.0, 0.5] {
+                let mut pieces = PieceSplitter::of_costs(vec![vec![tile_flops; 9450]], 1, 4);
+                let (mut speed, mut took_s, mut count) = (None, 0.0, 0);
+                let size = |speed: Option<f64>| PieceSize {
+                    flops: PIECE_S * speed.unwrap_or(1e12),
+                    fewest_tiles: slots,
+                };
+                while let Some((piece, flops)) = pieces.next(size(speed)) {
+                    let tiles = piece.tiles.len() * piece.heads.len();
+                    assert!(tiles >= slots, "{piece:?} of {slots}");
+                    let rounds = tiles.div_ceil(slots) as f64;
+                    let mut of_piece_s = rounds * slots as f64 * tile_flops / flops_per_s;
+                    of_piece_s += if count == 2 { hiccup_s } else { 0.0 };
+                    speed = Some(measured_speed(speed, flops, of_piece_s));
+                    took_s += of_piece_s;
+                    count += 1;
+                }
+                let ideal_s = 4.0 * 9450.0 * tile_flops / flops_per_s + hiccup_s;
+                assert!(
+                    took_s < 1.3 * ideal_s,
+                    "{slots}: {took_s} s in {count} pieces instead of {ideal_s} s"
+                );
+            }
         }
     }
 }
