@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use kyklos::backend::{Backend, Device, DeviceClass};
 use kyklos::host::Tensors;
-use kyklos::machine::memory_bytes;
 use kyklos::{LoweredPlan, Session, SessionOptions, Span, plan};
 use kyklos_transport::{Abort, AbortCause, Group, Progress, Rank, Transport};
 
@@ -135,7 +134,7 @@ impl Job {
         let Self { plans, backward, .. } = self;
         let peak = backward.iter().chain([plans]).map(|plans| plans.peak_bytes(rank)).max().unwrap_or(0);
         let ranks = self.settings.ranks_here;
-        match memory_bytes() {
+        match self.settings.memory_bytes() {
             Some(memory) if self.settings.are_processes && peak.saturating_mul(u64::from(ranks)) > memory => {
                 Err(Failure::request(
                     format!(

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kyklos::machine::memory_bytes_of;
+
 use crate::job::collective::CollectiveOptions;
 use crate::observe::live::Live;
 use crate::observe::page::target::PageTarget;
@@ -49,4 +51,12 @@ pub(crate) struct Settings {
     pub(crate) are_processes: bool,
     pub(crate) on_loss: OnLoss,
     pub(crate) ways: CollectiveOptions,
+}
+
+impl Settings {
+    /// Bytes of memory that the ranks on this machine may use together. `None` where the system
+    /// does not tell it.
+    pub(crate) fn memory_bytes(&self) -> Option<u64> {
+        memory_bytes_of(if self.are_processes { self.ranks_here } else { 1 })
+    }
 }

@@ -1,7 +1,6 @@
 //! Shares of the tokens by the speed of the ranks' devices: `--split auto`.
 
 use kyklos::backend::{Device, DeviceClass};
-use kyklos::machine::memory_bytes;
 use kyklos::simulate::Candidate;
 use kyklos::{Execution, Session, SessionOptions, SharedTokens, Split};
 use kyklos_transport::{Group, Rank};
@@ -32,7 +31,8 @@ pub(crate) fn share(
     // First, because an option that differs has a better error than the shares.
     agree_on_terms(&**transport, &Terms::of(&request, settings, outputs), deadline)?;
     let on_cores = matches!(device.info().class, DeviceClass::Cpu | DeviceClass::SoftwareGpu);
-    let memory = memory_bytes().filter(|_| on_cores).map(|bytes| bytes / u64::from(ranks_here.max(1)));
+    let memory =
+        settings.memory_bytes().filter(|_| on_cores).map(|bytes| bytes / u64::from(ranks_here.max(1)));
     let options = SessionOptions { deadline, memory_bytes: memory, ..SessionOptions::default() };
     let mut session = Session::with_options(transport.clone(), device.clone(), options);
     let execution = Execution::new().mesh(mesh).strategy(strategy).placement(placement);

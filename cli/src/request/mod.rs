@@ -5,7 +5,7 @@ pub(crate) mod description;
 
 use std::sync::Arc;
 
-use kyklos::machine::memory_bytes;
+use kyklos::machine::memory_bytes_of;
 use kyklos::plan::ProvedPlans;
 use kyklos::simulate::{
     Candidate, Cluster, EstimatedPlan, Feasibility, PlanQuery, Prediction, Shares, candidates, choose,
@@ -240,8 +240,9 @@ impl Request {
         self.strategy.of_backward(&self.problem, self.mesh)
     }
 
-    /// Refuses inputs and outputs of `ranks` ranks that do not fit the memory of this machine.
-    pub(crate) fn fits_in_memory(&self, ranks: u32) -> Result<()> {
+    /// Refuses inputs and outputs of `ranks` ranks that do not fit the memory of this machine, or
+    /// what `processes` processes like this one, which have these ranks, may use of it.
+    pub(crate) fn fits_in_memory(&self, ranks: u32, processes: u32) -> Result<()> {
         let problem = &self.problem;
         let rows = |tokens: u32, heads: u32| {
             u128::from(problem.batch) * u128::from(tokens) * u128::from(heads) * u128::from(problem.head_dim)
@@ -259,7 +260,7 @@ impl Request {
         let of_bias = if problem.bias_gradient { 2 * bias * 4 / problem.dtype.bytes() as u128 } else { 0 };
         let bytes = elements * problem.dtype.bytes() as u128 + bias + of_bias;
         let share = bytes * u128::from(ranks) / u128::from(self.mesh.size());
-        match memory_bytes() {
+        match memory_bytes_of(processes) {
             Some(memory) if share > u128::from(memory) => Err(Failure::request(
                 format!(
                     "the tensors of the ranks here take {}, this machine has {} for them",

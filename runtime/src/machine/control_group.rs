@@ -7,9 +7,11 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
-/// The least memory limit in bytes of the group of this process and of all its parents that this
-/// process can see. `None` without a limit. `root` is `/`; tests have a folder of their own.
-pub(crate) fn memory_limit_bytes(root: &Path) -> Option<u64> {
+/// The least memory limit in bytes for this many processes like this one together, of the group of
+/// this process and of all its parents that this process can see. Where this process is alone in
+/// its group, so is each of the others in a group like it. `None` without a limit. `root` is `/`;
+/// tests have a folder of their own.
+pub(crate) fn memory_limit_bytes(root: &Path, processes: u32) -> Option<u64> {
     let groups = read(&root.join("proc/self/cgroup"), MOST_GROUP_BYTES);
     let mounts = read(&root.join("proc/self/mountinfo"), MOST_MOUNT_BYTES);
     let mounts: Vec<Mount> = mounts.lines().filter_map(Mount::parse).collect();
@@ -17,14 +19,27 @@ pub(crate) fn memory_limit_bytes(root: &Path) -> Option<u64> {
     for (version, group) in groups.lines().filter_map(group_with_memory) {
         for mount in mounts.iter().filter(|mount| mount.version == version) {
             for folder in mount.folders_of(&group) {
-                let limit = read(&below(root, &folder).join(version.limit_file()), MOST_LIMIT_BYTES);
+                let folder = below(root, &folder);
+                let limit = read(&folder.join(version.limit_file()), MOST_LIMIT_BYTES);
                 // `max` is no number: no limit. A group of 0 bytes runs nothing.
                 let limit = limit.trim().parse().ok().filter(|bytes: &u64| *bytes > 0);
+                let groups = if is_alone(&folder) { u64::from(processes) } else { 1 };
+                let limit = limit.map(|bytes| bytes.saturating_mul(groups));
                 least = [least, limit].into_iter().flatten().min();
             }
         }
     }
     least
+}
+
+/// Whether this process is the only one of a group, which has no groups inside either.
+fn is_alone(folder: &Path) -> bool {
+    // More than one number does not parse. A group with threads of other processes cannot be read.
+    let processes = read(&folder.join("cgroup.procs"), MOST_LIMIT_BYTES);
+    let is_only = processes.trim().parse().is_ok_and(|id: u32| id == std::process::id());
+    let mut entries = std::fs::read_dir(folder).into_iter().flatten();
+    is_only
+        && !entries.any(|entry| entry.is_ok_and(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())))
 }
 
 /// The versions of control groups.
@@ -152,7 +167,11 @@ mod tests {
     }
 
     fn limit(files: &[(&str, &str)]) -> Option<u64> {
-        memory_limit_bytes(root(files).path())
+        limit_of(1, files)
+    }
+
+    fn limit_of(processes: u32, files: &[(&str, &str)]) -> Option<u64> {
+        memory_limit_bytes(root(files).path(), processes)
     }
 
     const V2: (&str, &str) = (
@@ -187,6 +206,29 @@ mod tests {
         assert_eq!(limits("1000", "2000"), Some(1000));
         assert_eq!(limits("2000", "1000"), Some(1000));
         assert_eq!(limits("max", "3000"), Some(3000));
+    }
+
+    #[test]
+    fn the_limit_of_a_process_alone_in_its_group_is_not_that_of_all() {
+        let unit = ("proc/self/cgroup", "0::/kyklos.slice/rank-0.service\n");
+        let own = ("sys/fs/cgroup/kyklos.slice/rank-0.service/memory.max", "8000\n");
+        let slice = |limit| ("sys/fs/cgroup/kyklos.slice/memory.max", limit);
+        let me = std::process::id().to_string();
+        let two = format!("{me}\n1\n");
+        let with = |processes: &str, limit| {
+            let there = ("sys/fs/cgroup/kyklos.slice/rank-0.service/cgroup.procs", processes);
+            limit_of(2, &[V2, unit, own, slice(limit), there])
+        };
+        assert_eq!(with(&me, "max"), Some(16_000));
+        // What both are in counts for both.
+        assert_eq!(with(&me, "10000"), Some(10_000));
+        // Together with another process, such as the launcher, or where nothing is told.
+        for others in [&two[..], "", "0"] {
+            assert_eq!(with(others, "max"), Some(8000), "{others}");
+        }
+        let alone = ("sys/fs/cgroup/kyklos.slice/rank-0.service/cgroup.procs", &me[..]);
+        let inside = ("sys/fs/cgroup/kyklos.slice/rank-0.service/inner/cgroup.procs", "1\n");
+        assert_eq!(limit_of(2, &[V2, unit, own, alone, inside]), Some(8000));
     }
 
     #[test]

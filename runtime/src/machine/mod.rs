@@ -12,12 +12,25 @@ use std::{env, ffi::OsString, path::PathBuf};
 /// Slurm. `None` where the system does not tell it.
 #[cfg(not(target_arch = "wasm32"))]
 pub fn memory_bytes() -> Option<u64> {
+    memory_bytes_of(1)
+}
+
+/// Bytes of memory that this many processes like this one may use together: as [`memory_bytes`],
+/// but where this process is alone in its control group, each of the others has such a group too.
+/// `None` where the system does not tell it.
+#[cfg(not(target_arch = "wasm32"))]
+pub fn memory_bytes_of(processes: u32) -> Option<u64> {
     let memory = sysinfo::MemoryRefreshKind::nothing().with_ram();
     let system = sysinfo::System::new_with_specifics(sysinfo::RefreshKind::nothing().with_memory(memory));
     // 0 where /proc is not mounted, as after a bare chroot.
     let total = Some(system.total_memory()).filter(|bytes| *bytes > 0)?;
     #[cfg(target_os = "linux")]
-    let total = control_group::memory_limit_bytes("/".as_ref()).map_or(total, |limit| limit.min(total));
+    let total = match control_group::memory_limit_bytes("/".as_ref(), processes) {
+        Some(limit) => limit.min(total),
+        None => total,
+    };
+    #[cfg(not(target_os = "linux"))]
+    let _ = processes;
     Some(total)
 }
 
@@ -126,6 +139,7 @@ mod tests {
     #[test]
     fn the_machine_says_how_much_memory_it_has() {
         assert!(memory_bytes().is_some_and(|bytes| bytes > 1 << 28));
+        assert!(memory_bytes_of(2) >= memory_bytes());
     }
 
     #[cfg(target_os = "linux")]

@@ -102,7 +102,7 @@ impl Prepared {
         request: Request,
         (ranks_here, are_processes): (u32, bool),
     ) -> Result<Self> {
-        request.fits_in_memory(ranks_here)?;
+        request.fits_in_memory(ranks_here, if are_processes { ranks_here } else { 1 })?;
         let outputs = outputs(args, &request)?;
         let settings = Settings {
             repeat: args.repeat.get(),

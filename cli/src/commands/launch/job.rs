@@ -33,7 +33,8 @@ impl Job {
             ["attend", ..] => {
                 let attend = AttendArgs::of_words(words.iter().map(Into::into)).map_err(wrong)?;
                 check_group(&attend.group, &attend.network, ranks)?;
-                launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks)?;
+                // They are in the control group of this process.
+                launched_request(&attend, ranks, ranks)?.fits_in_memory(ranks, 1)?;
                 Ok(Self::Attend(attend.on_loss))
             }
             ["bench", "strategies", ..] => {

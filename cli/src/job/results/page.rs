@@ -1,6 +1,5 @@
 //! The page of `--report` for a call that was run: what rank 0 has of all ranks.
 
-use kyklos::machine::memory_bytes;
 use kyklos::plan::ProvedPlans;
 use kyklos::simulate::simulate;
 
@@ -106,7 +105,7 @@ impl Job {
         let all_here = self.settings.ranks_here >= self.set().mesh.size();
         if all_here && matches!(&note.device.class[..], "cpu" | "software-gpu") {
             let shared_by = self.set().mesh.size();
-            rank.budget = memory_bytes().map(|bytes| Budget { bytes, shared_by });
+            rank.budget = self.settings.memory_bytes().map(|bytes| Budget { bytes, shared_by });
         }
     }
 
