@@ -2,8 +2,8 @@
 //!
 //! On Linux it has no name at all, where the file system can do that: the kernel frees it when its
 //! process is killed. Elsewhere it has a temporary name, which a killed process leaves behind; on
-//! Linux the next process that writes a file in the same folder removes it. A lock tells which ones
-//! are in use.
+//! Linux the next process that writes a file in the same folder removes it, until the system starts
+//! anew. A lock tells which ones are in use.
 
 use std::fs::File;
 use std::io;
@@ -33,13 +33,13 @@ impl Unfinished {
     }
 
     fn named(folder: &Path, mode: u32) -> io::Result<Self> {
-        let host = host();
-        if let Some(host) = &host {
-            remove_stale(folder, host);
+        let kernel = kernel();
+        if let Some(kernel) = &kernel {
+            remove_stale(folder, kernel);
         }
-        let of_host = host.map_or_else(|| PREFIX.to_owned(), |host| of_host(&host));
+        let prefix = kernel.map_or_else(|| PREFIX.to_owned(), |kernel| of_kernel(&kernel));
         let mut builder = tempfile::Builder::new();
-        builder.prefix(&of_host).suffix(SUFFIX);
+        builder.prefix(&prefix).suffix(SUFFIX);
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(mode));
         #[cfg(not(unix))]
@@ -115,11 +115,11 @@ fn is_held(file: &tempfile::NamedTempFile) -> bool {
     }
 }
 
-/// Removes the unfinished files of dead processes of this host. Another host of the same folder may
-/// not see the locks of this one.
-fn remove_stale(folder: &Path, host: &str) {
+/// Removes the unfinished files of dead processes of this kernel. Another kernel with the same
+/// folder may not see the locks of this one.
+fn remove_stale(folder: &Path, kernel: &str) {
     let Ok(entries) = std::fs::read_dir(folder) else { return };
-    let ours = of_host(host);
+    let ours = of_kernel(kernel);
     for entry in entries.filter_map(Result::ok) {
         let name = entry.file_name();
         let is_ours = name.to_str().is_some_and(|name| name.starts_with(&ours) && name.ends_with(SUFFIX));
@@ -136,14 +136,16 @@ fn remove_stale(folder: &Path, host: &str) {
     }
 }
 
-/// Digits that stand for this host. `None` where the system does not tell its name.
-fn host() -> Option<String> {
-    let name = std::fs::read("/proc/sys/kernel/hostname").ok()?;
-    Some(blake3::hash(&name).to_hex()[..8].to_owned())
+/// Digits that stand for the running kernel, which all containers of a host share: names of hosts
+/// may be the same on two of them, and another one in each container. `None` where the system does
+/// not tell it.
+fn kernel() -> Option<String> {
+    let boot = std::fs::read("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(blake3::hash(&boot).to_hex()[..16].to_owned())
 }
 
-fn of_host(host: &str) -> String {
-    format!("{PREFIX}{host}-")
+fn of_kernel(kernel: &str) -> String {
+    format!("{PREFIX}{kernel}-")
 }
 
 const PREFIX: &str = ".kyklos-";
@@ -188,14 +190,14 @@ mod tests {
     }
 
     #[test]
-    fn stale_files_of_this_host_are_removed_and_no_others() {
+    fn stale_files_of_this_kernel_are_removed_and_no_others() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
-        let ours = of_host(&host().unwrap());
+        let ours = of_kernel(&kernel().unwrap());
         let stale = format!("{ours}000000.part");
         let pipe = format!("{ours}pipe.part");
         assert!(std::process::Command::new("mkfifo").arg(path(&pipe)).status().unwrap().success());
-        let mut kept = vec![format!("{}000000.part", of_host("another")), "result".to_owned(), ours.clone()];
+        let mut kept = vec![format!("{}000000.part", of_kernel("another")), "result".to_owned(), ours.clone()];
         for name in kept.iter().chain([&stale]) {
             std::fs::write(path(name), b"half").unwrap();
         }
