@@ -76,10 +76,27 @@ impl Unfinished {
                     let _remove = RemoveOnInterrupt::file(named.path());
                     named.persist(target).map(drop).map_err(|error| error.error)
                 }
-                linked => linked,
+                // A result of hours must not be lost because it cannot get a name.
+                Err(error) => match Self::copied(&file, folder) {
+                    Ok(copy) => copy.persist(folder, target),
+                    Err(_) => Err(error),
+                },
+                Ok(()) => Ok(()),
             },
             Self::Named { file, .. } => file.persist(target).map(drop).map_err(|error| error.error),
         }
+    }
+
+    /// A copy, on the disk, of a file that has no name.
+    #[cfg(target_os = "linux")]
+    fn copied(mut file: &File, folder: &Path) -> io::Result<Self> {
+        use std::io::Seek;
+        use std::os::unix::fs::PermissionsExt;
+        let copy = Self::named(folder, file.metadata()?.permissions().mode() & 0o777)?;
+        file.rewind()?;
+        io::copy(&mut file, &mut copy.as_file())?;
+        copy.as_file().sync_all()?;
+        Ok(copy)
     }
 }
 
@@ -190,6 +207,27 @@ mod tests {
     }
 
     #[test]
+    fn a_file_that_can_get_no_name_is_copied() {
+        use rustix::fs::{Mode, OFlags, open};
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("result");
+        // Exclusive: no link is made to such a file.
+        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::EXCL;
+        let Ok(file) = open(folder.path(), flags, Mode::from_raw_mode(0o600)) else {
+            eprintln!("skipped: the file system of {} has no files without a name", folder.path().display());
+            return;
+        };
+        let mut file = File::from(file);
+        file.write_all(b"whole").unwrap();
+        assert_ne!(link(&file, &target).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        Unfinished::Unnamed(file).persist(folder.path(), &target).unwrap();
+        assert_eq!(std::fs::read(&target).unwrap(), b"whole");
+        assert_eq!(std::fs::metadata(&target).unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(names(folder.path()), ["result"]);
+    }
+
+    #[test]
     fn stale_files_of_this_kernel_are_removed_and_no_others() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
@@ -197,7 +235,8 @@ mod tests {
         let stale = format!("{ours}000000.part");
         let pipe = format!("{ours}pipe.part");
         assert!(std::process::Command::new("mkfifo").arg(path(&pipe)).status().unwrap().success());
-        let mut kept = vec![format!("{}000000.part", of_kernel("another")), "result".to_owned(), ours.clone()];
+        let mut kept =
+            vec![format!("{}000000.part", of_kernel("another")), "result".to_owned(), ours.clone()];
         for name in kept.iter().chain([&stale]) {
             std::fs::write(path(name), b"half").unwrap();
         }
