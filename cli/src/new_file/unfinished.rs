@@ -1,9 +1,10 @@
 //! A file before it has its name.
 //!
 //! On Linux it has no name at all, where the file system can do that: the kernel frees it when its
-//! process is killed. Elsewhere it has a temporary name, which a killed process leaves behind; on
-//! Linux the next process that writes a file in the same folder removes it, until the system starts
-//! anew. A lock tells which ones are in use.
+//! process is killed. Elsewhere, and for the moment in which it replaces another file, it has a
+//! temporary name, which a killed process leaves behind; on Linux the next process that writes a
+//! file in the same folder removes it, until the system starts anew. A lock tells which ones are in
+//! use.
 
 use std::fs::File;
 use std::io;
@@ -25,6 +26,9 @@ pub(super) enum Unfinished {
 impl Unfinished {
     /// Creates a file that will be in `folder`, with this mode less the user's umask.
     pub(super) fn create(folder: &Path, mode: u32) -> io::Result<Self> {
+        if let Some(kernel) = kernel() {
+            remove_stale(folder, &kernel);
+        }
         #[cfg(target_os = "linux")]
         if let Ok(file) = unnamed(folder, mode) {
             return Ok(Self::Unnamed(file));
@@ -33,11 +37,7 @@ impl Unfinished {
     }
 
     fn named(folder: &Path, mode: u32) -> io::Result<Self> {
-        let kernel = kernel();
-        if let Some(kernel) = &kernel {
-            remove_stale(folder, kernel);
-        }
-        let prefix = kernel.map_or_else(|| PREFIX.to_owned(), |kernel| of_kernel(&kernel));
+        let prefix = prefix();
         let mut builder = tempfile::Builder::new();
         builder.prefix(&prefix).suffix(SUFFIX);
         #[cfg(unix)]
@@ -70,11 +70,7 @@ impl Unfinished {
             Self::Unnamed(file) => match link(&file, target) {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                     // No call replaces a file by one without a name.
-                    let mut builder = tempfile::Builder::new();
-                    let named = builder.prefix(PREFIX).suffix(SUFFIX);
-                    let named = named.make_in(folder, |path| link(&file, path))?;
-                    let _remove = RemoveOnInterrupt::file(named.path());
-                    named.persist(target).map(drop).map_err(|error| error.error)
+                    Self::linked(&file, folder)?.persist(folder, target)
                 }
                 // A result of hours must not be lost because it cannot get a name.
                 Err(error) => match Self::copied(&file, folder) {
@@ -85,6 +81,22 @@ impl Unfinished {
             },
             Self::Named { file, .. } => file.persist(target).map(drop).map_err(|error| error.error),
         }
+    }
+
+    /// The same file, which had no name, with a temporary one.
+    #[cfg(target_os = "linux")]
+    fn linked(file: &File, folder: &Path) -> io::Result<Self> {
+        // Before it has a name: it never looks stale. Without locks here nobody removes it.
+        let _ = file.try_lock();
+        let mut builder = tempfile::Builder::new();
+        let prefix = prefix();
+        let file = builder.prefix(&prefix).suffix(SUFFIX).make_in(folder, |path| {
+            let same = file.try_clone()?;
+            link(file, path)?;
+            Ok(same)
+        })?;
+        let _remove = RemoveOnInterrupt::file(file.path());
+        Ok(Self::Named { file, _remove })
     }
 
     /// A copy, on the disk, of a file that has no name.
@@ -159,6 +171,11 @@ fn remove_stale(folder: &Path, kernel: &str) {
 fn kernel() -> Option<String> {
     let boot = std::fs::read("/proc/sys/kernel/random/boot_id").ok()?;
     Some(blake3::hash(&boot).to_hex()[..16].to_owned())
+}
+
+/// How the temporary names of this process begin.
+fn prefix() -> String {
+    kernel().map_or_else(|| PREFIX.to_owned(), |kernel| of_kernel(&kernel))
 }
 
 fn of_kernel(kernel: &str) -> String {
@@ -244,10 +261,25 @@ mod tests {
         let Unfinished::Named { file, .. } = &alive else { panic!("{alive:?}") };
         kept.extend([pipe, file.path().file_name().unwrap().to_str().unwrap().to_owned()]);
         kept.sort();
+        // Those that other processes write stay.
+        drop(Unfinished::create(folder.path(), 0o666).unwrap());
         assert_eq!(names(folder.path()), kept);
-        // One that another process writes stays.
-        drop(Unfinished::named(folder.path(), 0o666).unwrap());
-        assert_eq!(names(folder.path()), kept);
+        if let Ok(file) = unnamed(folder.path(), 0o666) {
+            let linked = Unfinished::linked(&file, folder.path()).unwrap();
+            remove_stale(folder.path(), &kernel().unwrap());
+            assert_eq!(names(folder.path()).len(), kept.len() + 1);
+            drop((linked, file));
+            assert_eq!(names(folder.path()), kept);
+            // As a process that is killed leaves it.
+            let killed = unnamed(folder.path(), 0o666).unwrap();
+            let linked = Unfinished::linked(&killed, folder.path()).unwrap();
+            let Unfinished::Named { file, .. } = linked else { panic!("{linked:?}") };
+            drop(file.keep().unwrap());
+            assert_eq!(names(folder.path()).len(), kept.len() + 1);
+            drop(killed);
+            remove_stale(folder.path(), &kernel().unwrap());
+            assert_eq!(names(folder.path()), kept);
+        }
         alive.persist(folder.path(), &path("other result")).unwrap();
         assert!(path("other result").exists());
     }
