@@ -115,12 +115,24 @@ impl Unfinished {
 /// A file in `folder` without a name, where the file system has such files.
 #[cfg(target_os = "linux")]
 fn unnamed(folder: &Path, mode: u32) -> io::Result<File> {
-    use rustix::fs::{Mode, OFlags, open};
+    use rustix::fs::{Mode, OFlags, getxattr_query, open};
+    // Linux before 6.0 forgets the umask in some file systems. Rules of the folder replace it.
+    let ruled = getxattr_query(folder, "system.posix_acl_default").is_ok();
+    let mode = if ruled { mode } else { mode & !umask()? };
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     let file = File::from(open(folder, flags, Mode::from_raw_mode(mode))?);
     // Without /proc it could not get a name.
     std::fs::metadata(of_process(&file))?;
     Ok(file)
+}
+
+/// The umask of this process: the system call that tells it changes it, for other threads too.
+#[cfg(target_os = "linux")]
+fn umask() -> io::Result<u32> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let digits = status.lines().find_map(|line| line.strip_prefix("Umask:"));
+    let umask = digits.and_then(|digits| u32::from_str_radix(digits.trim(), 8).ok());
+    umask.ok_or_else(|| io::Error::other("the system does not tell the umask"))
 }
 
 #[cfg(target_os = "linux")]
@@ -216,6 +228,12 @@ mod tests {
                 assert_eq!(std::fs::read(&target).unwrap(), text.as_bytes());
                 assert_eq!(names(folder.path()), ["result"]);
             }
+            // Who may read it is as for a file of any other program.
+            let other = folder.path().join("other");
+            std::fs::write(&other, "").unwrap();
+            let permissions = |path| std::fs::metadata(path).unwrap().permissions();
+            assert_eq!(permissions(&target), permissions(&other));
+            std::fs::remove_file(&other).unwrap();
             // Dropped, it is gone.
             drop(way(folder.path(), 0o666).unwrap());
             assert_eq!(names(folder.path()), ["result"]);
