@@ -340,9 +340,6 @@ impl Transport for QuicTransport {
     }
 
     fn abort(&self, abort: Abort) {
-        // Of another rank the coordinator knows who it is, whatever that rank says.
-        let is_coordinator = self.core.me == Rank::COORDINATOR;
-        let abort = if is_coordinator { abort.said_by(self.core.me) } else { abort };
         self.core.ask_for_abort(abort);
     }
 

@@ -172,7 +172,7 @@ fn control_frames_in_a_wrong_order_abort_the_group_and_name_the_sender() {
     for frames in orders {
         let said = framed(frames);
         let (group, _done) = Group::with(async move |member, _| member.control.say(&said).await);
-        group.is_aborted_for_the_hostile_one("broke the protocol");
+        group.is_aborted_for_the_hostile_one("rank 0 says: broke the protocol");
         group.end();
     }
     for frame in [

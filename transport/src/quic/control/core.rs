@@ -165,11 +165,12 @@ impl Core {
         self.ask_for_abort(Abort { culprit, cause: AbortCause::Failed(text), progress });
     }
 
-    /// Asks rank 0 for an abort; on rank 0, decides it.
+    /// Asks rank 0 for an abort; on rank 0, decides it. Of another rank, rank 0 adds who asks: it
+    /// knows that, whatever that rank says.
     pub(crate) fn ask_for_abort(&self, abort: Abort) {
         self.stop_flag.store(true, Ordering::Release);
         if self.is_coordinator() {
-            self.decide(abort);
+            self.decide(abort.said_by(self.me));
         } else if let Some(control) = self.control(Rank::COORDINATOR) {
             control.say(Frame::Abort { abort });
         }
