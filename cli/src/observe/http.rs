@@ -11,6 +11,8 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kyklos::machine::host_name;
+
 use crate::failure::{Failure, Result};
 
 /// What is served at one address.
@@ -22,6 +24,9 @@ pub(super) struct Service {
     /// Paths that are answered while all threads are taken: the state of the process, which a
     /// supervisor asks for to decide about its life.
     pub(super) at_once: &'static [&'static str],
+    /// Whether requests are answered too that have no `Host`, or the name of this machine: programs
+    /// send them. A browser always has a `Host`, and no stranger chooses the name of this machine.
+    pub(super) for_programs: bool,
     pub(super) answer: Box<dyn Fn(&Asked) -> Answer + Send + Sync>,
 }
 
@@ -63,8 +68,8 @@ pub(super) fn serve(address: SocketAddr, service: Service) -> Result<SocketAddr>
     let cannot = |error| Failure::run(format!("cannot serve {name} at {address}: {error}"));
     let listener = TcpListener::bind(address).map_err(cannot)?;
     let address = listener.local_addr().map_err(cannot)?;
-    let bound = address.ip();
-    let server = Arc::new(Server { service, bound, requests: Arc::new(()), streams: Arc::new(()) });
+    let names = Names::of(address.ip(), service.for_programs);
+    let server = Arc::new(Server { service, names, requests: Arc::new(()), streams: Arc::new(()) });
     let spawned = thread().spawn(move || server.listen(&listener));
     spawned.map_err(cannot)?;
     Ok(address)
@@ -72,8 +77,7 @@ pub(super) fn serve(address: SocketAddr, service: Service) -> Result<SocketAddr>
 
 struct Server {
     service: Service,
-    /// The address of its links.
-    bound: IpAddr,
+    names: Names,
     /// Each request that has a thread holds a reference.
     requests: Arc<()>,
     /// Each stream holds a reference.
@@ -101,7 +105,7 @@ impl Server {
 
     fn converse(&self, mut stream: TcpStream, place: Arc<()>) {
         let until = Instant::now() + PATIENCE;
-        let answer = match read_request(&mut stream, until).of(self.bound) {
+        let answer = match read_request(&mut stream, until).of(&self.names) {
             Request::Whole(asked) => (self.service.answer)(&asked),
             Request::Wrong(status) => Answer::Text(Text::plain(status, self.service.usage)),
             Request::Misdirected => Answer::Text(Text::plain(MISDIRECTED, MISDIRECTED_TEXT)),
@@ -128,7 +132,7 @@ impl Server {
     /// For a client when all threads are taken, on the listener's own thread, if the client asks at
     /// once.
     fn converse_at_once(&self, mut stream: TcpStream) {
-        let request = read_request(&mut stream, Instant::now() + AT_ONCE).of(self.bound);
+        let request = read_request(&mut stream, Instant::now() + AT_ONCE).of(&self.names);
         let until = Instant::now() + PAUSE;
         let busy = || Text::plain(BUSY, "too many at once\n");
         let text = match request {
@@ -183,32 +187,51 @@ pub(super) enum Request {
 }
 
 impl Request {
-    /// This request to a server at the address `bound`.
-    pub(super) fn of(self, bound: IpAddr) -> Self {
+    /// This request to a server of these names.
+    pub(super) fn of(self, names: &Names) -> Self {
         match self {
-            Self::Whole(asked) if !asked.host.as_deref().is_some_and(|host| is_ours(host, bound)) => {
-                Self::Misdirected
-            }
+            Self::Whole(asked) if !names.take(asked.host.as_deref()) => Self::Misdirected,
             other => other,
         }
     }
 }
 
-/// Whether the `Host` of a request names this server as its link does. A name that others choose is
-/// none of these.
-fn is_ours(host: &str, bound: IpAddr) -> bool {
-    let (name, port) = match host.strip_prefix('[') {
-        Some(rest) => rest.split_once(']').unwrap_or((rest, "no port")),
-        None => host.find(':').map_or((host, ""), |colon| host.split_at(colon)),
-    };
-    // Another port is well: it may be forwarded.
-    let digits = port.strip_prefix(':').unwrap_or(port);
-    if digits.len() > 5 || !digits.bytes().all(|digit| digit.is_ascii_digit()) {
-        return false;
+/// By which names a server may be asked. A name that others choose is none of these.
+#[derive(Debug)]
+pub(super) struct Names {
+    /// The address of its links.
+    bound: IpAddr,
+    for_programs: bool,
+    /// Of this machine, whole and without its domain.
+    machine: Vec<String>,
+}
+
+impl Names {
+    pub(super) fn of(bound: IpAddr, for_programs: bool) -> Self {
+        let whole = host_name().filter(|_| for_programs);
+        let short = whole.as_ref().and_then(|name| name.split('.').next()).map(str::to_owned);
+        Self { bound, for_programs, machine: whole.into_iter().chain(short).collect() }
     }
-    match name.parse::<IpAddr>() {
-        Ok(ip) => bound.is_unspecified() || ip == bound || ip.is_loopback(),
-        Err(_) => name.eq_ignore_ascii_case("localhost"),
+
+    /// Whether the `Host` of a request names this server.
+    fn take(&self, host: Option<&str>) -> bool {
+        let Some(host) = host else { return self.for_programs };
+        let (name, port) = match host.strip_prefix('[') {
+            Some(rest) => rest.split_once(']').unwrap_or((rest, "no port")),
+            None => host.find(':').map_or((host, ""), |colon| host.split_at(colon)),
+        };
+        // Another port is well: it may be forwarded.
+        let digits = port.strip_prefix(':').unwrap_or(port);
+        if digits.len() > 5 || !digits.bytes().all(|digit| digit.is_ascii_digit()) {
+            return false;
+        }
+        match name.parse::<IpAddr>() {
+            Ok(ip) => self.bound.is_unspecified() || ip == self.bound || ip.is_loopback(),
+            Err(_) => {
+                let machine = self.machine.iter().map(String::as_str);
+                machine.chain(["localhost"]).any(|ours| !name.is_empty() && name.eq_ignore_ascii_case(ours))
+            }
+        }
     }
 }
 
@@ -296,6 +319,31 @@ const MISDIRECTED_TEXT: &str = "use the address that kyklos has printed, or loca
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn is_ours(host: &str, bound: IpAddr) -> bool {
+        let browsers = Names::of(bound, false).take(Some(host));
+        let mut programs = Names::of(bound, true);
+        programs.machine = vec!["node1.example".to_owned(), "node1".to_owned()];
+        assert_eq!(programs.take(Some(host)), browsers, "{host}");
+        browsers
+    }
+
+    #[test]
+    fn programs_may_ask_by_the_name_of_the_machine_or_by_none() {
+        let here = IpAddr::from([192, 168, 1, 7]);
+        let mut programs = Names::of(here, true);
+        programs.machine = vec!["node1.example".to_owned(), "node1".to_owned()];
+        let browsers = Names::of(here, false);
+        for host in [Some("node1:9400"), Some("NODE1"), Some("node1.example:9400"), None] {
+            assert!(programs.take(host) && !browsers.take(host), "{host:?}");
+        }
+        for host in ["node1.evil.example", "node2:9400", "node1:x", "", ":9400", "example"] {
+            assert!(!programs.take(Some(host)), "{host}");
+        }
+        // Where the system tells no name, no name is its.
+        programs.machine = Vec::new();
+        assert!(programs.take(None) && !programs.take(Some("")) && programs.take(Some("localhost")));
+    }
 
     #[test]
     fn only_the_names_of_the_link_are_ours() {

@@ -49,6 +49,12 @@ pub fn processor_name() -> String {
     name.filter(|name| !name.is_empty()).unwrap_or_else(|| env::consts::ARCH.to_owned())
 }
 
+/// The name of this machine. `None` where the system does not tell it.
+#[cfg(not(target_arch = "wasm32"))]
+pub fn host_name() -> Option<String> {
+    sysinfo::System::host_name().filter(|name| !name.is_empty())
+}
+
 /// The architecture: a page of a browser is told no name.
 #[cfg(target_arch = "wasm32")]
 pub fn processor_name() -> String {

@@ -90,6 +90,7 @@ pub(crate) fn serve(args: &WatchArgs, heartbeat_ms: Option<u32>) -> Result<Optio
         name: "the live page",
         usage: "this server only answers GET\n",
         at_once: &[],
+        for_programs: false,
         answer: Box::new(answer),
     };
     let address = http::serve(address, service)?;

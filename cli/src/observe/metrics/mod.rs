@@ -12,7 +12,7 @@ use clap::Args;
 use kyklos_transport::{ConnectionFigures, Rank};
 
 use crate::failure::{Failure, Result, note};
-use crate::observe::http::{self, Answer, Asked, Request, Service, Text as Page};
+use crate::observe::http::{self, Answer, Asked, Names, Request, Service, Text as Page};
 use crate::observe::record::{Flight, flights};
 use crate::options::headings;
 
@@ -61,6 +61,7 @@ pub(crate) fn serve(args: &MetricsArgs, rank: u32, local_rank: u32) -> Result<()
         name: "metrics",
         usage: "GET /metrics\n",
         at_once: &["/healthz", "/readyz"],
+        for_programs: true,
         answer: Box::new(|asked: &Asked| Answer::Text(answer(&asked.path))),
     };
     let address = http::serve(SocketAddr::new(address.ip(), port), service)?;
@@ -70,7 +71,7 @@ pub(crate) fn serve(args: &MetricsArgs, rank: u32, local_rank: u32) -> Result<()
 
 /// The status of the answer to a request, for the fuzz targets.
 pub(crate) fn status_of(request: &[u8]) -> &'static str {
-    match http::parse(request).of(Ipv4Addr::LOCALHOST.into()) {
+    match http::parse(request).of(&Names::of(Ipv4Addr::LOCALHOST.into(), true)) {
         Request::Whole(asked) => answer(&asked.path).status,
         Request::Wrong(status) => status,
         Request::Misdirected => http::MISDIRECTED,

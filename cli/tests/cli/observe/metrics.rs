@@ -78,13 +78,19 @@ fn metrics_of_a_running_job_move_whoever_else_asks() {
     assert!(get(&first, "/no").starts_with("HTTP/1.0 404"));
     // The page of a stranger, which has given its own name this address, reads nothing.
     for path in ["/metrics", "/healthz", "/readyz", "/no"] {
-        for host in ["Host: evil.example:9400\r\n", "Host: evil.example\r\n", ""] {
-            let answer = ask(&first, format!("GET {path} HTTP/1.1\r\n{host}\r\n").as_bytes());
+        for host in ["evil.example:9400", "evil.example", ""] {
+            let answer = ask(&first, format!("GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes());
             assert!(
                 answer.starts_with("HTTP/1.0 421") && !answer.contains("kyklos_"),
                 "{path} {host}: {answer}"
             );
         }
+    }
+    // Prometheus asks by the name of the machine, and simple probes by none.
+    assert!(ask(&first, b"GET /healthz HTTP/1.0\r\n\r\n").starts_with("HTTP/1.0 200"));
+    if let Some(name) = kyklos::machine::host_name() {
+        let asked = format!("GET /metrics HTTP/1.1\r\nHost: {name}:9400\r\n\r\n");
+        assert!(ask(&first, asked.as_bytes()).contains("kyklos_info"), "{name}");
     }
     assert!(ask(&first, b"GET /healthz HTTP/1.1\r\nHost: localhost:1\r\n\r\n").starts_with("HTTP/1.0 200"));
     assert!(ask(&first, b"POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.0 405"));
