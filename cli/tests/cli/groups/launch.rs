@@ -90,10 +90,10 @@ fn when_one_rank_refuses_all_ranks_say_the_same() {
 #[test]
 #[cfg(target_os = "linux")]
 fn plans_beyond_the_memory_of_the_machine_are_refused_before_tensors_are_made() {
-    let memory = std::fs::read_to_string("/proc/meminfo").unwrap();
-    let kib: u64 = memory.split_whitespace().nth(1).unwrap().parse().unwrap();
+    // That of the machine, or less where a group limits it.
+    let memory = kyklos::machine::memory_bytes().unwrap();
     // q, k, v and o take four fifths of it; and each of four ranks gathers k and v.
-    let tokens = kib * 1024 / 5 / (8 * 64 * 4) / 4 * 4;
+    let tokens = memory / 5 / (8 * 64 * 4) / 4 * 4;
     let shape = format!("1,{tokens},8,8,64");
     let output = kyklos(&[
         "launch",
