@@ -278,7 +278,11 @@ fn a_rank_that_a_signal_ends_tells_the_others_and_has_its_exit_code() {
 fn a_launcher_that_is_terminated_says_so_and_its_ranks_keep_memory_out_of_cores() {
     let job = LongJob::start(&[], &[]);
     for pid in job.pids.iter().chain([&job.launch.id()]) {
-        let filter = std::fs::read_to_string(format!("/proc/{pid}/coredump_filter")).unwrap();
+        // Kernels that write no cores of processes have no such file.
+        let Ok(filter) = std::fs::read_to_string(format!("/proc/{pid}/coredump_filter")) else {
+            eprintln!("skipped: this kernel has no coredump_filter");
+            continue;
+        };
         // No anonymous memory, of this process or shared: the keys are there.
         assert_eq!(u32::from_str_radix(filter.trim(), 16).unwrap() & !0x10, 0, "{filter}");
     }
