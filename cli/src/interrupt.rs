@@ -4,7 +4,7 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use kyklos_launch::variables::LAUNCH;
@@ -44,7 +44,8 @@ impl Drop for RemoveOnInterrupt {
 /// [`RemoveOnInterrupt`] paths and ends the process.
 pub(crate) fn end_on_interrupt() -> Result<()> {
     on_interrupt(|interruption| {
-        INTERRUPTED.store(true, Ordering::SeqCst);
+        // Before the group is looked up: tell_on_interrupt notes a new one before it looks here.
+        let _ = INTERRUPTION.set(interruption);
         if take_leave(interruption) {
             // The main thread leaves the group.
             let until = Instant::now() + FAREWELL;
@@ -56,9 +57,13 @@ pub(crate) fn end_on_interrupt() -> Result<()> {
     })
 }
 
-/// The group of this process now. An interruption tells the other ranks at once which rank ends.
+/// The group of this process now. An interruption tells the other ranks at once which rank ends;
+/// one that has come while the group formed tells them now.
 pub(crate) fn tell_on_interrupt(group: &Group) {
     *locked(&GROUP) = Some(std::sync::Arc::downgrade(&group.transport));
+    if let Some(interruption) = INTERRUPTION.get() {
+        take_leave(*interruption);
+    }
 }
 
 /// Tells the other ranks that this one ends, if there are others.
@@ -76,7 +81,7 @@ fn take_leave(Interruption { name, .. }: Interruption) -> bool {
 
 /// Whether an interruption ends this process.
 pub(crate) fn is_interrupted() -> bool {
-    INTERRUPTED.load(Ordering::SeqCst)
+    INTERRUPTION.get().is_some()
 }
 
 /// At the end of the program: does not return if an interruption ends this process, which has its
@@ -162,7 +167,8 @@ fn locked<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
 
 static PATHS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 static GROUP: Mutex<Option<Weak<dyn Transport>>> = Mutex::new(None);
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+/// What ends this process.
+static INTERRUPTION: OnceLock<Interruption> = OnceLock::new();
 /// The main thread has nothing more to do.
 static AT_END: AtomicBool = AtomicBool::new(false);
 

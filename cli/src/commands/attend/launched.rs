@@ -66,6 +66,10 @@ fn in_groups(
         answers_for_group(group.rank().0 == 0);
         on_loss::end_if_stuck(&group);
         interrupt::tell_on_interrupt(&group);
+        if interrupt::is_interrupted() {
+            let _ = pollster::block_on(group.close(Duration::from_secs(3)));
+            return Err(Failure::run("this rank was ended while its group formed"));
+        }
         let refuse_all = |failure| {
             let failure = refuse(&*group, failure);
             let _ = pollster::block_on(group.close(Duration::from_secs(3)));
