@@ -25,8 +25,7 @@ impl PageTarget {
         Ok(Self(path.to_owned()))
     }
 
-    /// Creates the file under a temporary name: before any work, because a folder may not be
-    /// writable.
+    /// Creates the file, without its name: before any work, because a folder may not be writable.
     pub(crate) fn open(&self) -> Result<PageFile> {
         NewFile::create(&self.0).map(PageFile)
     }

@@ -1,4 +1,4 @@
-//! The result as a safetensors file: written under a temporary name, renamed when complete.
+//! The result as a safetensors file, which gets its name when it is complete.
 
 mod gradients;
 

@@ -165,7 +165,7 @@ fn read(path: &Path) -> Result<Contents> {
     let bytes = match read_regular(path, MOST_BYTES) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Contents::default()),
-        Err(error) => return Err(Failure::file("read", path, &error)),
+        Err(error) => return Err(Failure::file("read", path, &error).into_refusal()),
     };
     let mut contents = Contents::default();
     for (number, line) in bytes.split_inclusive(|byte| *byte == b'\n').enumerate() {
@@ -209,9 +209,9 @@ fn difference(there: &Header, here: &Header) -> Option<String> {
     different.into_iter().find(|(different, _)| *different).map(|(_, text)| text)
 }
 
-/// Why a cell failed in which the program ended.
 /// A line for each cell, of a few KiB.
 const MOST_BYTES: u64 = 1 << 30;
+/// Why a cell failed in which the program ended.
 const ENDED_IN_IT: &str = "the program ended in this cell";
 
 #[cfg(test)]
@@ -297,5 +297,9 @@ mod tests {
         let failure = Journal::open(folder.path(), &header(2)).unwrap_err();
         assert!(failure.exit == 2 && failure.text.contains("line 1 of"), "{failure:?}");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "not a line of a journal\n");
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        let failure = Journal::open(folder.path(), &header(2)).unwrap_err();
+        assert!(failure.exit == 2 && failure.text.contains("not a regular file"), "{failure:?}");
     }
 }
