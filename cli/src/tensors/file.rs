@@ -86,7 +86,7 @@ impl InputFile {
         let mut header = vec![0; header_bytes as usize];
         read_exact_at(&file, &mut header, LENGTH_BYTES)
             .map_err(|error| Failure::file("read", path, &error))?;
-        let tensors = header::read(&header).map_err(|error| not_safetensors(error.to_string()))?;
+        let tensors = header::read(&header).map_err(not_safetensors)?;
         let data_start = LENGTH_BYTES + header_bytes;
         let needed = data_start.saturating_add(tensors.data_len() as u64);
         if needed > file_bytes {

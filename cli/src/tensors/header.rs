@@ -7,10 +7,13 @@ use std::fmt;
 use safetensors::tensor::Metadata;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
-/// Reads the JSON of a header.
-pub(super) fn read(json: &[u8]) -> serde_json::Result<Metadata> {
-    serde_json::from_slice::<Unambiguous>(json)?;
-    serde_json::from_slice(json)
+/// Reads the JSON of a header. The error quotes no more than a line of it, whose names may have
+/// megabytes.
+pub(super) fn read(json: &[u8]) -> Result<Metadata, String> {
+    let short =
+        |error: serde_json::Error| error.to_string().chars().take(MOST_CHARACTERS).collect::<String>();
+    serde_json::from_slice::<Unambiguous>(json).map_err(short)?;
+    serde_json::from_slice(json).map_err(short)
 }
 
 /// Any JSON in which no object has a name twice.
@@ -36,6 +39,7 @@ impl<'de> Visitor<'de> for Anything {
         while let Some(name) = map.next_key::<String>()? {
             map.next_value::<Unambiguous>()?;
             if let Some(twice) = names.replace(name) {
+                let twice: String = twice.chars().take(40).collect();
                 return Err(A::Error::custom(format_args!("the name {twice:?} appears twice")));
             }
         }
@@ -72,6 +76,9 @@ impl<'de> Visitor<'de> for Anything {
     }
 }
 
+/// Of an error.
+const MOST_CHARACTERS: usize = 500;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -89,10 +96,22 @@ mod tests {
                 .to_owned(),
         ];
         for json in twice {
-            let error = read(json.as_bytes()).unwrap_err().to_string();
+            let error = read(json.as_bytes()).unwrap_err();
             assert!(error.contains("appears twice"), "{json}: {error}");
         }
         let metadata = read(format!(r#"{{"__metadata__":{{"a":"1"}},"q":{tensor}}}"#).as_bytes()).unwrap();
         assert_eq!(metadata.offset_keys(), ["q"]);
+    }
+
+    #[test]
+    fn an_error_about_a_long_name_is_short() {
+        // The longest way to print a character.
+        let long = "\u{10ffff}".repeat(1 << 20);
+        let twice = format!(r#"{{"{long}":0,"{long}":0}}"#);
+        let error = read(twice.as_bytes()).unwrap_err();
+        assert!(error.len() < 1000 && error.contains("appears twice"), "{error}");
+        let kind = format!(r#"{{"q":{{"dtype":"{long}","shape":[1],"data_offsets":[0,4]}}}}"#);
+        let error = read(kind.as_bytes()).unwrap_err();
+        assert!(error.len() < 4000, "{error}");
     }
 }
