@@ -65,6 +65,8 @@ impl Unfinished {
     /// Gives it the name `target`, which is in `folder`. A file of that name is replaced at once:
     /// whoever opens it gets the old one or this one.
     pub(super) fn persist(self, folder: &Path, target: &Path) -> io::Result<()> {
+        #[cfg(not(target_os = "linux"))]
+        let _ = folder;
         match self {
             #[cfg(target_os = "linux")]
             Self::Unnamed(file) => match link(&file, target) {
