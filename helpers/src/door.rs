@@ -9,8 +9,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kyklos::{Error, Result};
-use kyklos_transport::quic::{EnrolConfig, Identity, Invitation, QuicConfig, QuicTransport, Token, enrol};
-use kyklos_transport::{Group, Rank, TransportError};
+use kyklos_transport::quic::{
+    EnrolConfig, Identity, Invitation, QuicConfig, QuicTransport, Token, enrol, look_up,
+};
+use kyklos_transport::{BootstrapKind, Group, Rank, TransportError};
 
 use crate::local_network::Announcement;
 use crate::owner::Joining;
@@ -123,6 +125,13 @@ impl Shared {
     }
 }
 
+/// The parts of a place in a token, such as `node1:29600` or `[fd00::1]:29600`.
+fn host_and_port(place: &str) -> Option<(&str, u16)> {
+    let (host, port) = place.rsplit_once(':')?;
+    let bare = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host);
+    Some((bare, port.parse().ok()?))
+}
+
 /// Where the owner listens: at all addresses, unless it is for this machine alone.
 fn owner_address(invitation: &Invitation) -> SocketAddr {
     let place = invitation.token().place();
@@ -173,29 +182,30 @@ impl Knock {
     }
 
     /// Forms the group of two with the owner, as [`help`](crate::help) wants it. Blocks, at most
-    /// `patience` and some seconds. The owner is at `also`, if that is known, or where the token
-    /// says.
+    /// twice `patience` and some seconds. The owner is at `also`, if that is known, or where the
+    /// token says; a name there that has no address yet is waited for.
     ///
     /// # Errors
-    /// [`Error::Transport`] if there is no owner, or it does not take the token.
+    /// [`Error::Transport`] if there is no owner, its name has no address, or it does not take the
+    /// token.
     pub fn enter(&mut self, patience: Duration, also: &[SocketAddr]) -> Result<Group> {
-        let mut addresses = also.to_vec();
-        match self.token.place().to_socket_addrs() {
-            Ok(resolved) => addresses.extend(resolved),
-            Err(error) if addresses.is_empty() => {
-                return Err(Error::request(
-                    format!("the owner's address {} is not known: {error}", self.token.place()),
-                    "write the address of the owner that this machine can reach",
-                ));
-            }
-            Err(_) => {}
-        }
-        let Some(&first) = addresses.first() else {
-            return Err(Error::request(
-                format!("{} has no address", self.token.place()),
-                "write another address",
-            ));
+        let place = self.token.place();
+        let unknown = |why: String| {
+            let text = format!(
+                "the owner cannot be found at {place}: {why}: write an address of the owner that this machine can reach"
+            );
+            Error::from(TransportError::Bootstrap { text, kind: BootstrapKind::Other })
         };
+        // The name may get its address later. Another address needs no name.
+        let until = Instant::now() + if also.is_empty() { patience } else { Duration::ZERO };
+        let (host, port) =
+            host_and_port(place).ok_or_else(|| unknown("it is no host and port".to_owned()))?;
+        let addresses = match look_up(host, port, until, |_| {}) {
+            Ok(resolved) => [also, &resolved].concat(),
+            Err(why) if also.is_empty() => return Err(unknown(why)),
+            Err(_) => also.to_vec(),
+        };
+        let Some(&first) = addresses.first() else { return Err(unknown("it has no address".to_owned())) };
         let identity = match self.identity.take() {
             Some(identity) => identity,
             None => {
@@ -221,8 +231,6 @@ impl Knock {
 
     /// Whether the next try may end otherwise, after this error of [`Self::enter`].
     pub fn may_try_again(error: &Error) -> bool {
-        use kyklos_transport::BootstrapKind;
-
         match error {
             Error::Transport(error @ TransportError::Bootstrap { .. }) => {
                 !matches!(error.bootstrap_kind(), BootstrapKind::Token)

@@ -1,10 +1,12 @@
 //! The address of rank 0: its syntax and its resolution.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
-use std::time::{Duration, Instant};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::time::Instant;
 
+use kyklos_transport::quic::look_up;
 use kyklos_transport::wire::MOST_ADVERTISED;
+use kyklos_transport::{BootstrapKind, TransportError};
 
 use crate::error::{Error, Result};
 
@@ -85,11 +87,11 @@ pub fn parse_advertised(text: &str, origin: &str) -> Result<Vec<SocketAddr>> {
     Ok(addresses)
 }
 
-/// The socket addresses of rank 0, at least one, in the order in which to try them. With `retry` a
-/// name without an address is looked up again until `until`.
+/// The socket addresses of rank 0, at least one, in the order in which to try them. A name without
+/// an address is looked up again until `until`, by whichever way it was given: the name service may
+/// not be up yet, or not know the host of rank 0 yet.
 pub(crate) fn resolve(
     HostPort { host, port }: &HostPort,
-    retry: bool,
     until: Instant,
     note: fn(&str),
 ) -> Result<Vec<SocketAddr>> {
@@ -97,27 +99,14 @@ pub(crate) fn resolve(
     if is_localhost(host) {
         return Ok(vec![SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), *port)]);
     }
-    let mut noted = false;
-    loop {
-        let why = match (host.as_str(), *port).to_socket_addrs() {
-            Ok(addresses) => match reachable(addresses) {
-                addresses if addresses.is_empty() => "the name has no address".to_owned(),
-                addresses => return Ok(addresses),
-            },
-            Err(error) => error.to_string(),
-        };
-        if !retry || Instant::now() >= until {
-            return Err(Error::request(
-                format!("rank 0 cannot be found at {host}: {why}"),
-                "name a host and a UDP port that all ranks can reach",
-            ));
-        }
-        if !noted {
-            note(&format!("waiting for the address of {host}: {why}"));
-            noted = true;
-        }
-        std::thread::sleep(Duration::from_millis(500));
-    }
+    let waits = |why: &str| note(&format!("waiting for the address of {host}: {why}"));
+    look_up(host, *port, until, waits).map(reachable).map_err(|why| {
+        let text = format!(
+            "rank 0 cannot be found at {host}: {why}: correct the name, look at the resolver of this host, name an address \
+             instead, or wait longer (join deadline)"
+        );
+        Error::Transport(TransportError::Bootstrap { text, kind: BootstrapKind::Other })
+    })
 }
 
 /// Names under localhost are this host (RFC 6761). Debian has two more for the loopback address of
@@ -144,8 +133,7 @@ pub(crate) fn loopback_between_hosts(address: IpAddr, hosts: &[Option<String>]) 
 
 /// The addresses that other hosts can reach, or else all: a hosts file may give a host's own name a
 /// loopback address besides the real one.
-fn reachable(addresses: impl Iterator<Item = SocketAddr>) -> Vec<SocketAddr> {
-    let mut addresses: Vec<_> = addresses.take(MOST_ANSWERS).collect();
+fn reachable(mut addresses: Vec<SocketAddr>) -> Vec<SocketAddr> {
     let is_loopback = |address: &SocketAddr| address.ip().to_canonical().is_loopback();
     if !addresses.iter().all(is_loopback) {
         addresses.retain(|address| !is_loopback(address));
@@ -165,9 +153,6 @@ pub(crate) fn bind_beyond_loopback(host: &str, address: IpAddr, one_host: bool) 
     }
 }
 
-/// Addresses of one name that are tried.
-const MOST_ANSWERS: usize = 16;
-
 /// Rank 0's default port: next to torch's 29500, which its own store uses.
 pub const DEFAULT_PORT: u16 = 29_600;
 
@@ -178,7 +163,7 @@ mod tests {
     #[test]
     fn a_name_with_several_addresses_is_reached_at_one_that_other_hosts_can_reach() {
         let all = |texts: &[&str]| {
-            let found = reachable(texts.iter().map(|text| text.parse().unwrap()));
+            let found = reachable(texts.iter().map(|text| text.parse().unwrap()).collect());
             found.iter().map(SocketAddr::to_string).collect::<Vec<_>>()
         };
         assert_eq!(all(&["127.0.1.1:1", "10.0.0.1:1", "[fd00::2]:1"]), ["10.0.0.1:1", "[fd00::2]:1"]);

@@ -10,6 +10,7 @@ use kyklos_transport::quic::{Date, EnrolConfig, Enrolled, Identity, Invitation, 
 
 use crate::address::{HostPort, resolve};
 use crate::error::{Error, RequestKind, Result};
+use crate::join::left;
 use crate::options::{Options, RANK, named};
 use crate::source::Source;
 use crate::sources::requested_rank;
@@ -91,7 +92,8 @@ impl Credentials {
             )
             .of(RequestKind::IdentityExists));
         }
-        let addresses = resolve(&coordinator, false, Instant::now() + options.join_deadline, options.note)?;
+        let until = Instant::now() + options.join_deadline;
+        let addresses = resolve(&coordinator, until, options.note)?;
         let mut config = EnrolConfig::new(token, addresses[0]);
         config.coordinator_also = addresses[1..].to_vec();
         config.bind_both_families();
@@ -99,7 +101,7 @@ impl Credentials {
         config.bind = options.bind.unwrap_or(config.bind);
         options.link.check(config.bind, 2).map_err(Error::Link)?;
         config.link = options.link;
-        config.deadline = options.join_deadline;
+        config.deadline = left(until);
         let enrolled = enrol(config)?;
         if let Some(path) = &options.identity {
             let path = PathBuf::from(path.to_string_lossy().replace(RANK, &enrolled.rank.to_string()));

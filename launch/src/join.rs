@@ -36,8 +36,8 @@ impl Assignment {
     ///
     /// # Errors
     ///
-    /// No identity or a wrong one, a coordinator that cannot be resolved, a group that is not
-    /// complete by the deadline.
+    /// No identity or a wrong one, a name of rank 0 that has no address by the deadline, a group
+    /// that is not complete by then.
     pub fn join(&self) -> Result<Group> {
         let options = &self.options;
         let Some(coordinator) = self.coordinator.as_ref().filter(|_| self.size > 1) else {
@@ -52,7 +52,7 @@ impl Assignment {
         warn_of_expiry(&claims, &proof, options);
         let job = self.job.as_deref().map_or(claims.job, JobId::of_text);
         let deadline = Instant::now() + options.join_deadline;
-        let addresses = resolve(coordinator, self.coordinator_resolves_late, deadline, options.note)?;
+        let addresses = resolve(coordinator, deadline, options.note)?;
         let address = addresses[0];
         let mut config = QuicConfig::new(Rank(self.rank), self.size, job, address, identity);
         config.coordinator_also = addresses[1..].to_vec();
@@ -130,9 +130,7 @@ impl Assignment {
         config.revoked =
             options.revoked.as_deref().map(Revoked::read_file).transpose().map_err(Error::Credentials)?;
         config.places.clone_from(&self.hosts);
-        // In whole seconds, because errors quote it.
-        let left = deadline.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
-        config.connect_deadline = Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1));
+        config.connect_deadline = left(deadline);
         config.bind = options.bind.unwrap_or(config.bind);
         config.heartbeat = options.heartbeat;
         config.stuck_after = options.stuck_after.unwrap_or(config.stuck_after);
@@ -180,6 +178,12 @@ impl Assignment {
             )),
         }
     }
+}
+
+/// The time until the deadline, in whole seconds, because errors quote it; at least one.
+pub(crate) fn left(deadline: Instant) -> Duration {
+    let left = deadline.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
+    Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1))
 }
 
 /// This process as the only rank; no network is involved.

@@ -59,13 +59,15 @@ pub struct Options {
     pub job: Option<String>,
     /// [`Self::warn`] is called if the identity expires within so many days. Default: 3.
     pub expiry_warning_days: u32,
-    /// Longest time until all ranks are there. Whole seconds, at least one. Default: 60 s.
+    /// Longest time until all ranks are there; for so long also a name of rank 0 without an address
+    /// is looked up again. Whole seconds, at least one. Default: 60 s.
     pub join_deadline: Duration,
     /// How long a rank may compute without progress while others wait for it, before the run ends
     /// and names it. Rank 0's value counts. `None`: the transport's 180 s.
     pub stuck_after: Option<Duration>,
-    /// Period of heartbeats, the same on all ranks; a rank counts as dead after twelve silent ones,
-    /// or later if [`LinkSettings::profile`] says so. `None`: that of the profile.
+    /// Period of heartbeats, the same on all ranks: one with another period does not join. A rank
+    /// counts as dead after twelve silent ones, or later if [`LinkSettings::profile`] says so.
+    /// `None`: that of the profile.
     pub heartbeat: Option<Duration>,
     /// This process replaces one that died: it joins while the group forms, or when the others form
     /// it again.

@@ -38,8 +38,6 @@ pub(crate) struct Source {
     /// Number of ranks on its host.
     pub(crate) local_size: Option<u32>,
     pub(crate) coordinator: Option<Setting<HostPort>>,
-    /// The name of rank 0's host may get an address only after this process has started.
-    pub(crate) coordinator_resolves_late: bool,
     /// By rank, the host on which it runs.
     pub(crate) hosts: Vec<Option<String>>,
     /// Name of the job that the identities must be of.

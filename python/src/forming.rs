@@ -13,7 +13,7 @@ use kyklos::{Error, Session, SessionOptions};
 use kyklos_cuda::CollectiveChoice;
 use kyklos_launch::{Assignment, SecretText, may_share_memory, parse_advertised};
 use kyklos_transport::quic::{
-    Carrier, ClusterAuthority, Identity, JobId, LinkProfile, LinkSettings, QuicConfig, QuicTransport,
+    Carrier, ClusterAuthority, Identity, JobId, LinkProfile, LinkSettings, QuicConfig, QuicTransport, look_up,
 };
 use kyklos_transport::{BootstrapKind, Rank, TransportError, in_process_group};
 use pyo3::exceptions::PyUserWarning;
@@ -235,20 +235,24 @@ pub(crate) fn with_identity(
     let device = device(py, &name, local)?;
     let connect = move || -> Result<kyklos_transport::Group, TransportError> {
         let unknown = |why: String| TransportError::Bootstrap {
-            text: format!("the address {host}:{port} of rank 0: {why}"),
+            text: format!(
+                "rank 0 cannot be found at {host}: {why}: pass another host, or a longer join_deadline_s"
+            ),
             kind: BootstrapKind::Other,
         };
-        let mut addresses =
-            (host.as_str(), port).to_socket_addrs().map_err(|error| unknown(error.to_string()))?;
-        let address = addresses.next().ok_or_else(|| unknown("the name has no address".to_owned()))?;
+        let began = Instant::now();
+        let addresses = look_up(&host, port, began + deadline, |_| {}).map_err(unknown)?;
+        let (&address, also) = addresses.split_first().ok_or_else(|| unknown("no address".to_owned()))?;
         let identity = Identity::of_pem(pem.as_bytes(), "the identity of this rank")?;
         let job = identity.claims()?.job;
         let mut config = QuicConfig::new(Rank(rank), size, job, address, identity);
-        config.coordinator_also = addresses.collect();
+        config.coordinator_also = also.to_vec();
         config.advertise = advertise;
         config.bind_both_families();
         config.coordinator_name = Some(host.clone());
-        config.connect_deadline = deadline;
+        // Less whole seconds, because errors quote it.
+        let left = deadline.saturating_sub(Duration::from_secs(began.elapsed().as_secs()));
+        config.connect_deadline = left.max(deadline.min(Duration::from_secs(1)));
         config.link = LinkSettings { carrier, profile, shared_memory, ..config.link };
         QuicTransport::connect(config)
     };

@@ -47,8 +47,6 @@ pub struct Assignment {
     pub device: Option<String>,
     /// Rank, size and coordinator with their origins, in one line to print.
     pub summary: String,
-    /// The name of rank 0's host may get an address only after this process has started.
-    pub(crate) coordinator_resolves_late: bool,
     /// Differs between two runs of the same job.
     pub(crate) run_id: Option<String>,
     /// The addresses that this rank says for itself.
@@ -167,7 +165,6 @@ pub(crate) fn assign(
         local_size: sources.iter().find_map(|source| source.local_size).unwrap_or(1),
         by_kyklos_launch,
         coordinator: coordinator.map(|at| at.value.clone()),
-        coordinator_resolves_late: sources.iter().any(|source| source.coordinator_resolves_late),
         hosts: sources.iter().map(|s| &s.hosts).find(|hosts| !hosts.is_empty()).cloned().unwrap_or_default(),
         job: first(&sources, |source| source.job.as_ref()).map(|job| job.value.clone()),
         run_id: sources.iter().find_map(|source| source.run_id.clone()),

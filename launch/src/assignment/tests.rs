@@ -1,3 +1,6 @@
+use kyklos_transport::Rank;
+use kyklos_transport::quic::{ClusterAuthority, JobId};
+
 use crate::error::Error;
 use crate::test_support::{assign, brief};
 
@@ -152,3 +155,46 @@ fn the_environment_can_turn_shared_memory_off_and_a_wrong_word_is_refused() {
     let error = assigned("no").unwrap_err().to_string();
     assert!(error.contains("KYKLOS_SHARED_MEMORY=no: say on or off"), "{error}");
 }
+
+/// However the name was given: by an option, a variable, any launcher or a cluster file.
+#[test]
+fn a_name_of_rank_0_without_an_address_is_one_error_with_one_kind() {
+    let folder = tempfile::tempdir().unwrap();
+    let cluster = folder.path().join("cluster.toml");
+    let ranks = "[[ranks]]\nhost = 'a'\n[[ranks]]\nhost = 'b'\n";
+    std::fs::write(&cluster, format!("coordinator = '{NOWHERE}:29600'\n{ranks}")).unwrap();
+    let identity = ClusterAuthority::new(JobId::random().unwrap()).unwrap().issue(Rank(1)).unwrap();
+    for (options, variables, name) in [
+        (format!("rank=1 size=2 coordinator={NOWHERE}:29600"), String::new(), NOWHERE),
+        ("rank=1 size=2".to_owned(), format!("KYKLOS_COORDINATOR={NOWHERE}:29600"), NOWHERE),
+        (format!("rank=1 cluster_file={}", cluster.display()), String::new(), NOWHERE),
+        (String::new(), format!("RANK=1 WORLD_SIZE=2 MASTER_ADDR={NOWHERE} MASTER_PORT=29600"), NOWHERE),
+        (
+            String::new(),
+            format!(
+                "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST={NOWHERE} \
+                 SLURM_LOCALID=1 SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=2"
+            ),
+            NOWHERE,
+        ),
+        (
+            String::new(),
+            format!("JOB_COMPLETION_INDEX=1 KYKLOS_WORLD=2 KYKLOS_SERVICE={NOWHERE} HOSTNAME=ring-1"),
+            "ring-0.no-such-host.invalid",
+        ),
+    ] {
+        let case = format!("{options} | {variables}");
+        let mut assignment = assign(&options, &variables).unwrap().unwrap();
+        assignment.set_identity(identity.clone());
+        // The name is looked up once.
+        assignment.options.join_deadline = std::time::Duration::ZERO;
+        let error = assignment.join().unwrap_err();
+        assert!(matches!(error, Error::Transport(_)) && !error.is_refusal(), "{case}: {error:?}");
+        let text = error.to_string();
+        let begins = format!("rank 0 cannot be found at {name}: the name had no address for ");
+        assert!(text.starts_with(&begins) && text.contains("name an address instead"), "{case}: {text}");
+    }
+}
+
+/// No resolver has it (RFC 6761).
+const NOWHERE: &str = "no-such-host.invalid";

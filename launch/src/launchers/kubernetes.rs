@@ -22,7 +22,6 @@ fn read(variables: &Variables<'_>) -> Result<Source> {
     };
     Ok(Source {
         coordinator: coordinator(variables, rank.value)?,
-        coordinator_resolves_late: true,
         local_rank: Some(0),
         local_size: Some(1),
         rank: Some(rank),

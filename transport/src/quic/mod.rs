@@ -50,6 +50,7 @@ pub use self::forming::config::QuicConfig;
 pub use self::join::{EnrolConfig, Enrolled, Invitation, InvitationTerms, Token, enrol};
 pub use self::loopback::{quic_loopback_group, quic_loopback_group_over};
 pub use self::network::congestion::Congestion;
+pub use self::network::look_up::look_up;
 pub use self::network::path::{Carrier, LinkSettings};
 pub use self::network::timing::LinkProfile;
 pub use self::transport::QuicTransport;

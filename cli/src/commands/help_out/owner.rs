@@ -16,8 +16,6 @@ pub(super) struct Owner {
     knock: Knock,
     /// `--address`.
     address: Option<HostPort>,
-    /// Whether it has let this helper in before.
-    is_known: bool,
     /// Where it has been found, if it was not where it should be.
     found_at: Option<SocketAddr>,
 }
@@ -25,7 +23,7 @@ pub(super) struct Owner {
 impl Owner {
     pub(super) fn new(knock: Knock, address: Option<String>) -> Result<Self> {
         let address = address.map(|text| HostPort::parse(&text, &format!("--address {text}"))).transpose()?;
-        Ok(Self { knock, address, is_known: false, found_at: None })
+        Ok(Self { knock, address, found_at: None })
     }
 
     /// Where the owner is, as the user knows it, or where it was found.
@@ -40,7 +38,7 @@ impl Owner {
     /// Forms the group with the owner. Waits for it as long as it takes, and says so once.
     ///
     /// # Errors
-    /// For a token that the owner does not take, and an address that nobody knows.
+    /// For a token that the owner does not take.
     pub(super) fn enter(&mut self) -> Result<Group> {
         let mut search: Option<OwnerSearch> = None;
         let mut is_told = false;
@@ -49,21 +47,14 @@ impl Owner {
             let found = search.as_mut().map(|search| self.found(search)).unwrap_or_default();
             let error = match self.knock.enter(PATIENCE, &[&given[..], &found[..]].concat()) {
                 Ok(group) => {
-                    (self.is_known, self.found_at) = (true, found.first().copied());
+                    self.found_at = found.first().copied();
                     return Ok(group);
                 }
                 Err(error) => error,
             };
             // Whoever announces an address there may be somebody else.
             if !Knock::may_try_again(&error) && found.is_empty() {
-                let unknown_address = error.is_request();
-                if !unknown_address {
-                    return Err(wrong_token(&error));
-                }
-                // It may be found by its announcement, or when the network is back.
-                if !self.is_known && search.is_some() {
-                    return Err(error.into());
-                }
+                return Err(wrong_token(&error));
             }
             if !is_told {
                 note(&self.waiting(&error));
@@ -90,7 +81,9 @@ impl Owner {
         let place = self.given_place();
         let is_resolved = place.to_socket_addrs().is_ok_and(|mut addresses| addresses.next().is_some());
         let why = match error {
-            _ if !is_resolved => "its name cannot be resolved: write its address with --address".to_owned(),
+            _ if !is_resolved => {
+                "its name has no address yet: if it gets none, write one with --address".to_owned()
+            }
             Error::Transport(error) if error.bootstrap_kind() == BootstrapKind::Other => format!(
                 "no answer yet. Does a program with kyklos.helpers() run there, is there still the invitation, and does UDP get \
                  through? ({})",

@@ -10,6 +10,7 @@ pub(crate) mod frames;
 pub(crate) mod handshakes;
 pub(crate) mod interface;
 pub(crate) mod io_thread;
+pub(crate) mod look_up;
 pub(crate) mod path;
 pub(crate) mod socket;
 pub(crate) mod tcp;
