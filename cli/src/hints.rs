@@ -95,6 +95,10 @@ pub(crate) fn of_bootstrap(kind: BootstrapKind) -> Option<&'static str> {
             "--join takes the whole line that kyklos certs invite prints; that makes a new token too"
         }
         BootstrapKind::GivenAway => "--identity FILE starts a rank with the identity that it got",
+        BootstrapKind::Clock => {
+            "date -u prints the clock of a host, kyklos certs show from when a file is valid"
+        }
+        BootstrapKind::SmallMtu => "--network tcp on all ranks",
         BootstrapKind::KeyList => {
             "kyklos certs show prints the hash of a key, and the list of the authority has it"
         }
@@ -159,6 +163,8 @@ mod tests {
             BootstrapKind::Token,
             BootstrapKind::GivenAway,
             BootstrapKind::KeyList,
+            BootstrapKind::Clock,
+            BootstrapKind::SmallMtu,
         ] {
             let error = TransportError::Bootstrap { text: "a reason".to_owned(), kind };
             let hint = of_bootstrap(kind).unwrap();

@@ -132,6 +132,10 @@ pub enum BootstrapKind {
     GivenAway,
     /// A list of keys has a line that is none.
     KeyList,
+    /// A certificate is not valid yet: a clock is wrong.
+    Clock,
+    /// The packets of QUIC are larger than those that the network carries.
+    SmallMtu,
     /// Anything else.
     #[default]
     Other,

@@ -68,7 +68,8 @@ pub struct QuicConfig {
     pub connect_deadline: Duration,
     /// Period of heartbeats, at most an hour; `None` is that of [`LinkSettings::profile`]. A rank
     /// counts as dead after twelve silent ones, or later if the profile says so, and on a long
-    /// path some round trips later. Best the same on all ranks.
+    /// path some round trips later. Must be the same on all ranks: one with another period does not
+    /// join.
     pub heartbeat: Option<Duration>,
     /// How long a rank may hold [`Work`](crate::Work) without a beat of its [`Pulse`](crate::Pulse)
     /// while others wait for it; then it counts as stuck, and the group is aborted. Rank 0's
@@ -210,8 +211,8 @@ impl QuicConfig {
             );
             return Err(BootstrapKind::Certificate.error(text));
         }
-        if let Some(complaint) = claims.out_of_date() {
-            return Err(BootstrapKind::Certificate.error(complaint));
+        if let Some((complaint, kind)) = claims.out_of_date() {
+            return Err(kind.error(complaint));
         }
         // At which address others see it, they know better.
         claims.check_rank(self.rank, self.known(self.rank), None).map_err(TransportError::bootstrap)

@@ -11,6 +11,7 @@ use rustls::{CertificateError, DigitallySignedStruct, Error, RootCertStore, Sign
 
 use crate::quic::trust::key_hash::KeyHash;
 use crate::quic::trust::names::{Claims, Subject, rank_name};
+use crate::quic::trust::verifier::out_of_date;
 use crate::rank::Rank;
 
 /// Accepts only rank 0 of the authority with this key: another member must not collect proofs.
@@ -50,7 +51,10 @@ impl ServerCertVerifier for PinnedVerifier {
                 Error::InvalidCertificate(
                     CertificateError::UnknownIssuer | CertificateError::BadSignature,
                 ) => refused(OF_ANOTHER),
-                error => refused(claims.out_of_date().unwrap_or_else(|| error.to_string())),
+                error => match claims.out_of_date() {
+                    Some((text, kind)) => out_of_date(text, kind),
+                    None => refused(error.to_string()),
+                },
             },
         )
     }

@@ -58,6 +58,9 @@ pub(crate) fn is_busy(reason: &ConnectionError) -> bool {
 /// `handshake_failure`.
 const CERTIFICATE_ALERTS: [u8; 8] = [40, 42, 43, 44, 45, 46, 48, 51];
 
+/// TLS' alert `certificate_unknown`, by which a rank refuses a certificate that is not valid yet.
+pub(crate) const CLOCK_ALERT: u8 = 46;
+
 fn is_certificate_alert(code: TransportErrorCode) -> bool {
     CERTIFICATE_ALERTS.iter().any(|&alert| code == TransportErrorCode::crypto(alert))
 }
@@ -69,7 +72,11 @@ pub(crate) fn kind_of(reason: &ConnectionError) -> BootstrapKind {
         ConnectionError::ConnectionClosed(close) => close.error_code,
         _ => return BootstrapKind::Other,
     };
-    if is_certificate_alert(code) { BootstrapKind::Certificate } else { BootstrapKind::Other }
+    match code {
+        code if code == TransportErrorCode::crypto(CLOCK_ALERT) => BootstrapKind::Clock,
+        code if is_certificate_alert(code) => BootstrapKind::Certificate,
+        _ => BootstrapKind::Other,
+    }
 }
 
 /// Why a handshake has ended. What the other side says in it is not repeated: it has not shown who
@@ -110,9 +117,13 @@ pub(crate) fn describe(reason: &ConnectionError) -> String {
     }
 }
 
-/// rustls puts a prefix before the text of a refusal.
+/// rustls puts words around the text of a refusal.
 fn in_words(reason: &str) -> &str {
-    reason.strip_prefix("unexpected error: ").unwrap_or(reason)
+    let of_certificate = reason.strip_prefix("invalid peer certificate: Other(OtherError(");
+    match of_certificate.and_then(|rest| rest.strip_suffix("))")) {
+        Some(text) => text,
+        None => reason.strip_prefix("unexpected error: ").unwrap_or(reason),
+    }
 }
 
 /// The part of a text that fits the reason of a close, which must fit one small packet.
@@ -153,6 +164,7 @@ mod tests {
             ConnectionError::ConnectionClosed(close)
         };
         assert_eq!(kind_of(&of_peer(TransportErrorCode::crypto(45))), BootstrapKind::Certificate);
+        assert_eq!(kind_of(&of_peer(TransportErrorCode::crypto(CLOCK_ALERT))), BootstrapKind::Clock);
         assert_eq!(kind_of(&of_peer(TransportErrorCode::PROTOCOL_VIOLATION)), BootstrapKind::Other);
         let close = ApplicationClose { error_code: close_code::REJECTED, reason: Bytes::from(text) };
         let rejected = ConnectionError::ApplicationClosed(close);

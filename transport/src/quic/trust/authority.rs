@@ -18,7 +18,7 @@ use super::job::JobId;
 use super::names::{Subject, is_job_name, names_of};
 use super::private_file::{self, pem_block};
 use super::protection;
-use super::validity::{Date, Validity};
+use super::validity::{Date, SET_THE_CLOCK, Validity};
 use crate::error::{BootstrapKind, TransportError};
 use crate::rank::Rank;
 
@@ -124,8 +124,11 @@ impl ClusterAuthority {
         let authority = Self::of(certificate, key, JobId::from_name(job), Some(job.to_owned()))?;
         match authority.validity.complaint(SystemTime::now()) {
             Some(complaint) => {
-                let text = format!("the authority {} {complaint}: make a new authority", pem.display());
-                Err(BootstrapKind::Authority.error(text))
+                let (remedy, kind) = match SystemTime::now() < authority.validity.from {
+                    true => (SET_THE_CLOCK, BootstrapKind::Clock),
+                    false => ("make a new authority", BootstrapKind::Authority),
+                };
+                Err(kind.error(format!("the authority {} {complaint}: {remedy}", pem.display())))
             }
             None => Ok(authority),
         }

@@ -8,8 +8,8 @@ use rustls::pki_types::CertificateDer;
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
 use super::job::JobId;
-use super::validity::Validity;
-use crate::error::TransportError;
+use super::validity::{SET_THE_CLOCK, Validity};
+use crate::error::{BootstrapKind, TransportError};
 use crate::rank::Rank;
 
 /// The rank or the host that a certificate is for.
@@ -116,10 +116,16 @@ impl Claims {
         Ok(Self { subject, job, job_name: job_name.map(str::to_owned), validity })
     }
 
-    /// Why the certificate is not valid now; `None` if it is.
-    pub(crate) fn out_of_date(&self) -> Option<String> {
-        let complaint = self.validity.complaint(SystemTime::now())?;
-        Some(format!("the certificate of {self} {complaint}: issue a new certificate"))
+    /// Why the certificate is not valid now, with the remedy and its kind; `None` if it is.
+    pub(crate) fn out_of_date(&self) -> Option<(String, BootstrapKind)> {
+        let now = SystemTime::now();
+        let complaint = self.validity.complaint(now)?;
+        // A new one would not be valid here either.
+        let (remedy, kind) = match now < self.validity.from {
+            true => (SET_THE_CLOCK, BootstrapKind::Clock),
+            false => ("issue a new certificate", BootstrapKind::Certificate),
+        };
+        Some((format!("the certificate of {self} {complaint}: {remedy}"), kind))
     }
 
     /// Checks that this certificate may be used by `rank`, which is `known` to be on a host or is

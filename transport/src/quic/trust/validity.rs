@@ -67,6 +67,10 @@ impl fmt::Display for Date {
     }
 }
 
+/// What to do about something that is not valid yet.
+pub(crate) const SET_THE_CLOCK: &str = "set the clock of this host, or that of the host that issued it, and keep them right \
+                                        by NTP";
+
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 //! All decisions but one (the list of revoked keys) are webpki's; its texts are replaced. A refusal
 //! travels to the refused side as the reason of the connection's end.
 
+use std::fmt;
 use std::sync::Arc;
 
 use rustls::client::WebPkiServerVerifier;
@@ -13,14 +14,15 @@ use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{
-    CertificateError, DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme,
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, OtherError, RootCertStore,
+    SignatureScheme,
 };
 
 use super::identity::Identity;
 use super::names::Claims;
 use super::provider::cannot_set_up;
 use super::revoked::Revoked;
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 
 /// Verifies the certificate of a rank that this rank dials.
 #[derive(Debug)]
@@ -179,6 +181,33 @@ impl ClientCertVerifier for ClientVerifier {
     }
 }
 
+/// The refusal of a certificate that does not hold now. That of a wrong clock has an alert of its
+/// own ([`CLOCK_ALERT`](crate::quic::network::connection::CLOCK_ALERT)), by which both sides know
+/// it.
+pub(crate) fn out_of_date(text: String, kind: BootstrapKind) -> Error {
+    match kind {
+        BootstrapKind::Clock => CertificateError::Other(OtherError(Arc::new(Words(text)))).into(),
+        _ => Error::General(text),
+    }
+}
+
+/// A text that also its debug format shows as it is: rustls prints no other one of such an error.
+struct Words(String);
+
+impl fmt::Debug for Words {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Display for Words {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Words {}
+
 /// The text of a refusal. The names in the certificate are not proven.
 fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &OwnIdentity) -> Error {
     let Error::InvalidCertificate(why) = &error else {
@@ -191,9 +220,10 @@ fn in_words(error: Error, certificate: &CertificateDer<'_>, own: &OwnIdentity) -
         CertificateError::Expired
         | CertificateError::ExpiredContext { .. }
         | CertificateError::NotValidYet
-        | CertificateError::NotValidYetContext { .. } => claims
-            .out_of_date()
-            .unwrap_or_else(|| format!("the authority of the certificate of {claims} has expired: {why}")),
+        | CertificateError::NotValidYetContext { .. } => match claims.out_of_date() {
+            Some((text, kind)) => return out_of_date(text, kind),
+            None => format!("the authority of the certificate of {claims} does not hold now: {why}"),
+        },
         CertificateError::UnknownIssuer | CertificateError::BadSignature => format!(
             "the certificate of {claims} is of another authority, {} trusts {}: issue all certificates from one authority, \
              or issue certificates that trust both",
