@@ -41,12 +41,14 @@ mod number {
     pub(super) const ADVERTISE: u8 = 25;
     pub(super) const SHARE_MEMORY: u8 = 26;
     pub(super) const NO_SHARED_MEMORY: u8 = 27;
+    pub(super) const UNREACHED: u8 = 28;
 }
 
 /// Layout version of a frame; a frame that changes gets a new one of its own.
 fn layout(number: u8) -> u8 {
     match number {
-        number::WELCOME | number::ADDRESS_TABLE | number::VOTE | number::PING | number::MEMBERS => 2,
+        number::WELCOME => 3,
+        number::ADDRESS_TABLE | number::VOTE | number::PING | number::MEMBERS => 2,
         _ => 1,
     }
 }
@@ -59,6 +61,7 @@ impl Frame {
             Self::Reject { .. } => number::REJECT,
             Self::Advertise { .. } => number::ADVERTISE,
             Self::AddressTable { .. } => number::ADDRESS_TABLE,
+            Self::Unreached { .. } => number::UNREACHED,
             Self::Meshed => number::MESHED,
             Self::Start => number::START,
             Self::Vote { .. } => number::VOTE,
@@ -101,9 +104,11 @@ impl Frame {
                 out.extend_from_slice(&rank.0.to_le_bytes());
                 out.extend_from_slice(&size.to_le_bytes());
             }
-            Self::Welcome { protocol, lane_ports } => {
+            Self::Welcome { protocol, lane_ports, heartbeat_us, wan } => {
                 out.extend_from_slice(&protocol.to_le_bytes());
                 put_lane_ports(out, lane_ports);
+                out.extend_from_slice(&heartbeat_us.to_le_bytes());
+                out.push(u8::from(*wan));
             }
             Self::Reject { code, text } => {
                 out.push(code.number());
@@ -129,6 +134,7 @@ impl Frame {
                 out.extend_from_slice(&size.to_le_bytes());
                 put_blob(out, certificate, MAX_DER_BYTES);
             }
+            Self::Unreached { peers } => put_ranks(out, peers),
             Self::Meshed | Self::Start | Self::Pong | Self::Leave | Self::Goodbye => {}
             Self::Vote { vote: Vote::Ready { plan_hash, note } } => {
                 out.push(0);
@@ -220,9 +226,12 @@ impl Frame {
                 rank: Rank(reader.u32()?),
                 size: reader.u32()?,
             },
-            number::WELCOME => {
-                Self::Welcome { protocol: reader.u16()?, lane_ports: read_lane_ports(&mut reader)? }
-            }
+            number::WELCOME => Self::Welcome {
+                protocol: reader.u16()?,
+                lane_ports: read_lane_ports(&mut reader)?,
+                heartbeat_us: reader.u32()?,
+                wan: read_flag(&mut reader, "wan")?,
+            },
             number::REJECT => Self::Reject { code: RejectCode::read(&mut reader)?, text: reader.text()? },
             number::ADVERTISE => Self::Advertise { addresses: read_addresses(&mut reader)? },
             number::ADDRESS_TABLE => Self::AddressTable { candidates: Candidates::read(&mut reader)? },
@@ -238,6 +247,7 @@ impl Frame {
                 size: reader.u32()?,
                 certificate: reader.blob(MAX_DER_BYTES)?,
             },
+            number::UNREACHED => Self::Unreached { peers: read_ranks(&mut reader)? },
             number::MESHED => Self::Meshed,
             number::START => Self::Start,
             number::VOTE => Self::Vote {

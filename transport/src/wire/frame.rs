@@ -34,6 +34,10 @@ pub enum Frame {
         protocol: u16,
         /// The addresses of its lanes except the first, at most [`super::MOST_LANES`] - 1.
         lane_ports: Vec<u16>,
+        /// Microseconds between two of its heartbeats.
+        heartbeat_us: u32,
+        /// Whether its times are those of links between data centres.
+        wan: bool,
     },
     /// The dialled side refuses, and closes.
     Reject {
@@ -54,6 +58,12 @@ pub enum Frame {
         /// By rank, after the ranks of the frame before: its addresses in the order in which to try
         /// them.
         candidates: Candidates,
+    },
+    /// The lower ranks to which the sender still has no data connection, though it dials them for a
+    /// while. Replaces what it said before.
+    Unreached {
+        /// In order.
+        peers: Vec<Rank>,
     },
     /// The sender has a connection to every other rank.
     Meshed,

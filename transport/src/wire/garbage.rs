@@ -78,8 +78,19 @@ fn any_frame() -> impl Strategy<Value = Frame> {
                 size
             }
         ),
-        (any::<u16>(), proptest::collection::vec(any::<u16>(), 0..MOST_LANES as usize))
-            .prop_map(|(protocol, lane_ports)| Frame::Welcome { protocol, lane_ports }),
+        (
+            any::<u16>(),
+            proptest::collection::vec(any::<u16>(), 0..MOST_LANES as usize),
+            any::<u32>(),
+            any::<bool>()
+        )
+            .prop_map(|(protocol, lane_ports, heartbeat_us, wan)| Frame::Welcome {
+                protocol,
+                lane_ports,
+                heartbeat_us,
+                wan
+            }),
+        ranks().prop_map(|peers| Frame::Unreached { peers }),
         (code, ".{0,40}").prop_map(|(code, text)| Frame::Reject { code, text }),
         proptest::collection::vec(any_address(), 0..=usize::from(MOST_ADVERTISED))
             .prop_map(|addresses| Frame::Advertise { addresses }),

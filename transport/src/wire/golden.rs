@@ -65,8 +65,8 @@ fn frames_of_the_bootstrap_are_pinned() {
         ],
     );
     pinned(
-        &Frame::Welcome { protocol: 1, lane_ports: vec![7001, 258] },
-        &["02", "02", "0100", "02", "591b", "0201"],
+        &Frame::Welcome { protocol: 1, lane_ports: vec![7001, 258], heartbeat_us: 200_000, wan: true },
+        &["02", "03", "0100", "02", "591b", "0201", "400d0300", "01"], // … ports, heartbeat, wan
     );
     pinned(
         &Frame::Reject { code: RejectCode::Duplicate, text: "no".into() },
@@ -261,6 +261,10 @@ fn frames_of_a_running_group_are_pinned() {
         &Frame::ShareMemory { offer },
         &["1a", "01", &"aa".repeat(16), &"bb".repeat(32), &"cc".repeat(32)], /* number, layout, socket,
                                                                               * secrets */
+    );
+    pinned(
+        &Frame::Unreached { peers: vec![Rank(1), Rank(5)] },
+        &["1c", "01", "02000000", "01000000", "05000000"], // number, layout, count, ranks
     );
     pinned(&Frame::NoSharedMemory { text: "a".into() }, &["1b", "01", "0100", "61"]);
 }

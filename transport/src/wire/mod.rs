@@ -30,4 +30,4 @@ pub use limits::{MAX_DER_BYTES, MAX_FRAME_BYTES, MAX_TEXT_BYTES, MOST_ADVERTISED
 pub use notes::Notes;
 
 /// Version of everything on the wire. Peers with another version refuse each other.
-pub const PROTOCOL_VERSION: u16 = 7;
+pub const PROTOCOL_VERSION: u16 = 8;

@@ -162,7 +162,8 @@ fn verdicts_with_wrong_notes_end_the_call_and_name_the_coordinator() {
         let hostile = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
-                let mut coordinator = Coordinator::form(&job).await;
+                let welcome = welcome_over(LinkProfile::Wan);
+                let mut coordinator = Coordinator::form_as(&job, 0, &welcome).await;
                 while !matches!(coordinator.control.hear(LONG).await.unwrap(), Frame::Vote { .. }) {}
                 coordinator.control.say(&said).await;
                 let _ = is_over.await;

@@ -35,7 +35,10 @@ fn frames() -> Vec<(String, Vec<u8>)> {
     let notes = |notes: &[Bytes]| Frame::Notes { round: 1, notes: Notes::split(notes).remove(0) };
     let all = [
         ("hello", Frame::Hello { protocol: 1, purpose, job: [7; 16], epoch: 1, rank: Rank(1), size: 4 }),
-        ("welcome", Frame::Welcome { protocol: 1, lane_ports: vec![7001, 258] }),
+        (
+            "welcome",
+            Frame::Welcome { protocol: 1, lane_ports: vec![7001, 258], heartbeat_us: 200_000, wan: true },
+        ),
         ("reject", Frame::Reject { code: RejectCode::Size, text: "no".into() }),
         ("advertise", Frame::Advertise { addresses: addresses.clone() }),
         (
@@ -44,6 +47,7 @@ fn frames() -> Vec<(String, Vec<u8>)> {
         ),
         ("apply", Frame::Apply { rank: Some(Rank(3)), request: vec![0x30; 300], proof: [0xcd; 32] }),
         ("grant", Frame::Grant { rank: Rank(3), size: 4, certificate: vec![0x30; 600] }),
+        ("unreached", Frame::Unreached { peers: vec![Rank(1), Rank(2)] }),
         ("start", Frame::Start),
         ("ready", Frame::Vote { vote: Vote::ready([3; 32]) }),
         ("ready_with_a_note", Frame::Vote { vote: Vote::Ready { plan_hash: [3; 32], note: note.clone() } }),

@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
-use crate::common::over_quic;
+use crate::common::{Job, SOON, connect, over_quic};
 use bytes::Bytes;
-use kyklos_transport::quic::{Congestion, LinkSettings, quic_loopback_group_over};
+use kyklos_transport::quic::{
+    Carrier, Congestion, LinkProfile, LinkSettings, QuicConfig, quic_loopback_group_over,
+};
 use kyklos_transport::{ConnectionFigures, Group, Rank, Tag};
 use pollster::block_on;
 
@@ -70,4 +72,61 @@ fn a_group_works_with_the_least_memory_that_is_taken() {
     assert!(refusal(least - 1).contains(&format!("{} bytes for connections", least - 1)));
     let (_, line) = send(LinkSettings { memory_bytes: Some(least), ..over_quic() }, 4);
     assert!(line.contains("windows of 6.0 MiB in and 3.0 MiB out"), "{line}");
+}
+
+/// The errors of ranks 0 and 1 of two whose settings differ.
+fn refused(job: &Job, set: impl Fn(u32, &mut QuicConfig)) -> [String; 2] {
+    let ranks = [0, 1].map(|rank| {
+        let mut config = QuicConfig { connect_deadline: SOON, ..job.config(rank, 2) };
+        set(rank, &mut config);
+        connect(config)
+    });
+    ranks.map(|rank| rank.join().unwrap().unwrap_err().to_string())
+}
+
+#[test]
+fn ranks_with_other_times_are_told_so_by_name() {
+    let heartbeats = refused(&Job::new(), |rank, config| {
+        config.heartbeat = (rank == 1).then_some(Duration::from_millis(350));
+    });
+    let links = refused(&Job::new(), |rank, config| {
+        config.link.profile = if rank == 0 { LinkProfile::Wan } else { LinkProfile::Lan };
+    });
+    for (errors, said) in [
+        (heartbeats, "rank 0 has a heartbeat of 200ms, rank 1 of 350ms: say the same heartbeat on all ranks"),
+        (links, "rank 0 has the times of link wan, rank 1 those of link lan: say the same link on all ranks"),
+    ] {
+        assert!(errors.iter().all(|error| error.contains(said)), "{errors:?}");
+    }
+}
+
+#[test]
+fn a_heartbeat_that_is_said_may_be_that_of_the_link() {
+    let job = Job::new();
+    let ranks = [0, 1].map(|rank| {
+        let heartbeat = (rank == 1).then_some(Duration::from_millis(200));
+        connect(QuicConfig { connect_deadline: SOON, heartbeat, ..job.config(rank, 2) })
+    });
+    let _group = ranks.map(|rank| rank.join().unwrap().unwrap());
+}
+
+#[cfg(unix)]
+#[test]
+fn ranks_of_two_carriers_both_say_why_they_do_not_meet() {
+    for (mine, other) in [(Carrier::Tcp, "UDP"), (Carrier::Udp, "TCP")] {
+        let [zero, one] = refused(&Job::new(), |rank, config| {
+            config.link.carrier = match (rank, mine) {
+                (0, mine) => mine,
+                (_, Carrier::Tcp) => Carrier::Udp,
+                (_, Carrier::Udp) => Carrier::Tcp,
+            };
+            // Nothing but the deadline ends the wait of rank 0, and of a rank that dials by TCP.
+            config.connect_deadline = Duration::from_secs(15);
+        });
+        let said = format!(
+            "it came over {other}, and rank 0 is reached over {mine}: use the same carrier on all ranks"
+        );
+        assert!(zero.contains(&said) && zero.contains("rank 1 did not come"), "{zero}");
+        assert!(one.contains("use the same carrier on all ranks"), "{one}");
+    }
 }

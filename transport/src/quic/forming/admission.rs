@@ -10,6 +10,7 @@ use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 
 use super::config::QuicConfig;
+use super::link_terms::LinkTerms;
 use super::peer_connection::PeerConnection;
 use super::refusals::{AdmissionRefusal, Refusals};
 use crate::error::{BootstrapKind, TransportError};
@@ -284,7 +285,8 @@ impl Admission {
         let connection = connection.clone();
         let mut joined = PeerConnection { rank, lane, connection, send, frames, advertised: Vec::new() };
         let lane_ports = self.lane_ports.clone();
-        let welcome = Frame::Welcome { protocol: PROTOCOL_VERSION, lane_ports }.encode();
+        let LinkTerms { heartbeat_us, wan, .. } = LinkTerms::of(&self.config);
+        let welcome = Frame::Welcome { protocol: PROTOCOL_VERSION, lane_ports, heartbeat_us, wan }.encode();
         if let Err(error) = joined.send.write_all(&welcome).await {
             return Err(silent(RejectCode::Protocol, error.to_string()));
         }

@@ -10,13 +10,13 @@ use tokio::time::{Instant, timeout_at};
 
 use super::admission::{AdmittedConnection, GroupStatus};
 use super::endpoint::{DialError, DialPurpose, RankEndpoint};
-use super::peer_connection::{AddressTable, Mesh, PeerConnection, first_closed};
+use super::peer_connection::{AddressTable, Mesh, PeerConnection};
 use super::prior_group::{LostRank, PriorGroup};
-use super::side_by_side::all;
 use crate::error::TransportError;
 use crate::membership::Claim;
+use crate::quic::network::connection::{close_code, cut, is_rejection};
 use crate::rank::Rank;
-use crate::wire::{Frame, Purpose, RejectCode};
+use crate::wire::{Frame, RejectCode};
 
 /// Why the first group has not formed.
 #[derive(Debug)]
@@ -68,10 +68,12 @@ pub(crate) struct Forming<'a> {
     pub(crate) early_data: Vec<(u32, PeerConnection)>,
     /// Members without a data connection to this rank when the time was up.
     pub(crate) unreached: Vec<Rank>,
+    /// Of the coordinator: by member, the lower ranks that it still dials in vain.
+    pub(super) reports: BTreeMap<Rank, Vec<Rank>>,
     /// A rank whose connection has ended.
-    lost: Option<LostRank>,
-    /// Where the other ranks are, as far as this rank knows.
-    addresses: BTreeMap<Rank, Vec<SocketAddr>>,
+    pub(super) lost: Option<LostRank>,
+    /// Where the ranks are, as far as this rank knows.
+    pub(super) addresses: BTreeMap<Rank, Vec<SocketAddr>>,
 }
 
 impl<'a> Forming<'a> {
@@ -89,6 +91,7 @@ impl<'a> Forming<'a> {
             arrivals,
             early_data: Vec::new(),
             unreached: Vec::new(),
+            reports: BTreeMap::new(),
             lost: None,
             addresses: BTreeMap::new(),
         }
@@ -125,27 +128,10 @@ impl<'a> Forming<'a> {
             }
             self.say_table(member, &table).await?;
         }
+        // However late the last rank has come, the members have time to tell whom they do not reach.
+        self.deadline = self.deadline.max(Instant::now() + self.endpoint.timing.dial);
         let data = self.collect_mesh(&mut control).await?;
         self.start(control, data, table).await
-    }
-
-    /// Of the coordinator: the data connections, once every member has all of its own.
-    async fn collect_mesh(
-        &mut self,
-        control: &mut [PeerConnection],
-    ) -> Result<Vec<PeerConnection>, TransportError> {
-        let data = self.collect_data(Vec::new(), control).await?;
-        for index in 0..control.len() {
-            let (before, rest) = control.split_at_mut(index);
-            let Some((member, after)) = rest.split_first_mut() else { break };
-            // A member may wait for one that is lost.
-            tokio::select! {
-                biased;
-                ready = self.expect(member, &Frame::Meshed) => ready?,
-                gone = first_closed(before.iter().chain(&*after)) => return Err(self.lost(gone)),
-            }
-        }
-        Ok(data)
     }
 
     /// Of the coordinator: the group exists.
@@ -176,67 +162,17 @@ impl<'a> Forming<'a> {
         // Rank 0 reports which ranks are missing, and why. So waiting for that report is better than an
         // earlier error.
         self.deadline += MEMBER_EXTRA_WAIT;
-        let table = self.hear_table(&mut control).await?;
-        self.remember(&table);
-        let data = self.dial_mesh(&control, &table).await?;
-        self.report_meshed(control, data, table).await
-    }
-
-    /// On every other member: all data connections of this rank. It dials lower ranks, the
-    /// coordinator at the address under which it has been reached.
-    pub(crate) async fn dial_mesh(
-        &mut self,
-        control: &PeerConnection,
-        table: &[Vec<SocketAddr>],
-    ) -> Result<Vec<PeerConnection>, TransportError> {
-        let coordinator = vec![control.connection.remote_address()];
-        let places = std::iter::once(&coordinator).chain(table.iter().skip(1));
-        let below = self
-            .members
-            .iter()
-            .copied()
-            .zip(places)
-            .take_while(|&(rank, _)| rank < self.endpoint.config.rank);
-        let below: Vec<_> = below.collect();
-        let mut data = Vec::new();
-        for some in below.chunks(DIALS_AT_ONCE) {
-            let dials =
-                some.iter().map(|&(rank, addresses)| Box::pin(self.dial_lanes(rank, addresses))).collect();
-            let dialled = tokio::select! {
-                biased;
-                dialled = all(dials) => dialled,
-                _ = control.connection.closed() => return Err(self.lost(control)),
-            };
-            match dialled {
-                Ok(dialled) => data.extend(dialled.into_iter().flatten()),
-                Err((rank, error)) => {
-                    if Instant::now() >= self.deadline {
-                        self.unreached = vec![rank];
-                    }
-                    return Err(error);
-                }
-            }
-        }
-        self.collect_data(data, std::slice::from_ref(control)).await
-    }
-
-    /// The data connections of all lanes to one rank, which an error names.
-    async fn dial_lanes(
-        &self,
-        rank: Rank,
-        addresses: &[SocketAddr],
-    ) -> Result<Vec<PeerConnection>, (Rank, TransportError)> {
-        let dial = async |addresses: &[SocketAddr], purpose| {
-            let dialled = self.endpoint.dial_until_answered(rank, addresses, purpose, self.deadline).await;
-            dialled.map_err(|error| (rank, error.into()))
+        let connection = control.connection.clone();
+        let meshed = async {
+            let table = self.hear_table(&mut control).await?;
+            self.remember(&table);
+            let data = self.dial_mesh(&mut control, &table).await?;
+            self.report_meshed(control, data, table).await
         };
-        let (joined, lane_ports) = dial(addresses, DialPurpose::data(self.epoch)).await?;
-        let ip = joined.connection.remote_address().ip();
-        let mut data = vec![joined];
-        for (lane, port) in (1..).zip(lane_ports) {
-            data.push(dial(&[SocketAddr::new(ip, port)], DialPurpose::lane(lane, self.epoch)).await?.0);
-        }
-        Ok(data)
+        // Rank 0 learns why this rank gives up.
+        meshed.await.inspect_err(|error| {
+            connection.close(close_code::REJECTED, cut(&error.to_string()).as_bytes());
+        })
     }
 
     /// Of every other member: it is ready, and waits for the start.
@@ -265,69 +201,8 @@ impl<'a> Forming<'a> {
         Mesh { control: renumber(control), data: renumber(data), table }
     }
 
-    fn place(&self, rank: Rank) -> Option<usize> {
+    pub(super) fn place(&self, rank: Rank) -> Option<usize> {
         self.members.iter().position(|&member| member == rank)
-    }
-
-    /// Waits for the data connections of all higher ranks, as long as no control connection ends.
-    pub(crate) async fn collect_data(
-        &mut self,
-        dialled: Vec<PeerConnection>,
-        control: &[PeerConnection],
-    ) -> Result<Vec<PeerConnection>, TransportError> {
-        let lanes = self.endpoint.lane_endpoints.len();
-        let mut data: Vec<Option<PeerConnection>> = (0..self.members.len() * lanes).map(|_| None).collect();
-        let early = std::mem::take(&mut self.early_data).into_iter();
-        let early = early.filter(|(epoch, _)| *epoch == self.epoch).map(|(_, joined)| joined);
-        for joined in dialled.into_iter().chain(early) {
-            if let Some(place) = self.place(joined.rank) {
-                let lane = joined.lane;
-                data[place * lanes + lane] = Some(joined);
-            }
-        }
-        loop {
-            let places = self.members.iter().zip(data.chunks(lanes));
-            let missing: Vec<Rank> = places
-                .filter(|(rank, all)| **rank != self.endpoint.config.rank && all.iter().any(Option::is_none))
-                .map(|(rank, _)| *rank)
-                .collect();
-            if missing.is_empty() {
-                return Ok(data.into_iter().flatten().collect());
-            }
-            let arrived = tokio::select! {
-                biased;
-                arrived = timeout_at(self.deadline, self.arrivals.recv()) => arrived,
-                gone = first_closed(control) => return Err(self.lost(gone)),
-            };
-            match arrived {
-                Ok(Some(AdmittedConnection {
-                    purpose: Purpose::Data | Purpose::Lane,
-                    epoch,
-                    joined,
-                    ..
-                })) if epoch == self.epoch => {
-                    if let Some(place) = self.place(joined.rank) {
-                        let lane = joined.lane;
-                        data[place * lanes + lane] = Some(joined);
-                    }
-                }
-                Ok(Some(AdmittedConnection { purpose: Purpose::Rejoin, joined, .. })) => {
-                    let rank = joined.rank;
-                    self.lost = Some(LostRank { rank, is_silent: true });
-                    return Err(TransportError::bootstrap(format!(
-                        "rank {rank} was started again before the group was complete"
-                    )));
-                }
-                // A rank that is too late for this group: it gets no answer.
-                Ok(Some(_)) => {}
-                Ok(None) => return Err(TransportError::bootstrap("the endpoint has been closed")),
-                Err(_) => {
-                    let error = self.too_late(&missing, "");
-                    self.unreached = missing;
-                    return Err(error);
-                }
-            }
-        }
     }
 
     pub(crate) async fn say(&mut self, to: &mut PeerConnection, frame: &Frame) -> Result<(), TransportError> {
@@ -343,10 +218,15 @@ impl<'a> Forming<'a> {
             Ok(Ok(Some(frame))) => Ok(frame),
             Ok(Ok(None) | Err(_)) => Err(self.lost(from)),
             Err(_) => {
-                let text = format!(
-                    "the group was not complete within {:?}: this rank still waits for rank {}",
-                    self.endpoint.config.connect_deadline, from.rank
-                );
+                let rank = from.rank;
+                let state = match self.members.first() == Some(&rank) {
+                    true => format!(
+                        "rank {rank} is there and waits for other ranks: its own error says for which"
+                    ),
+                    false => format!("rank {rank} has come, and has not connected to all others"),
+                };
+                let within = self.endpoint.config.connect_deadline;
+                let text = format!("the group was not complete within {within:?}: {state}");
                 Err(TransportError::bootstrap(text))
             }
         }
@@ -365,31 +245,17 @@ impl<'a> Forming<'a> {
     /// Notes that the connection of a rank has ended, unless the coordinator gave a reason.
     pub(crate) fn lost(&mut self, joined: &PeerConnection) -> TransportError {
         self.lost = LostRank::of(joined).or(self.lost);
-        TransportError::bootstrap(format!(
-            "rank {} was lost before the group was complete: {}",
-            joined.rank,
-            joined.end()
-        ))
-    }
-
-    /// The error at the deadline; `also` is the end of its text.
-    pub(crate) fn too_late(&self, missing: &[Rank], also: &str) -> TransportError {
-        let shown: Vec<String> = missing.iter().take(8).map(Rank::to_string).collect();
-        let more = missing.len() - shown.len();
-        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        let (refusals, kind) = self.endpoint.admission.refusals();
-        kind.error(format!(
-            "rank {}{more} did not come within {:?} (this is rank {} of {}){also}{refusals}",
-            shown.join(", "),
-            self.endpoint.config.connect_deadline,
-            self.endpoint.config.rank,
-            self.endpoint.config.size
-        ))
+        let (rank, end) = (joined.rank, joined.end());
+        TransportError::bootstrap(match joined.connection.close_reason() {
+            // Its reason is the cause, and not that its connection has ended.
+            Some(reason) if is_rejection(&reason) => match self.members.first() == Some(&rank) {
+                true => format!("the group did not form; rank {rank} says: {end}"),
+                false => format!("rank {rank} gave up: {end}"),
+            },
+            _ => format!("rank {rank} was lost before the group was complete: {end}"),
+        })
     }
 }
-
-/// Ranks that a rank dials side by side: round trips are long between data centres.
-const DIALS_AT_ONCE: usize = 64;
 
 /// How much longer than rank 0 a rank waits for a group that stays incomplete.
 const MEMBER_EXTRA_WAIT: Duration = Duration::from_secs(2);

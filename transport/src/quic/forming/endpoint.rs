@@ -12,12 +12,15 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::admission::Admission;
 use super::config::QuicConfig;
+use super::link_terms::LinkTerms;
 use super::peer_connection::PeerConnection;
+use super::refusals::{UNREACHED_REMEDY, unreached_text};
 use crate::error::{BootstrapKind, TransportError};
 use crate::quic::network::connection::{CLOSE_TIMEOUT, close_code, cut, describe, describe_stranger};
 use crate::quic::network::connection::{is_busy, is_silence, kind_of};
 use crate::quic::network::frames::FrameReader;
-use crate::quic::network::path::Path;
+use crate::quic::network::interface;
+use crate::quic::network::path::{Carrier, Path};
 use crate::quic::network::socket::LaneEndpoint;
 use crate::quic::network::socket::SocketCapabilities;
 use crate::quic::network::tcp::refusal;
@@ -144,22 +147,56 @@ impl RankEndpoint {
                 }
                 Ok(Err(error @ (DialError::Rejected(..) | DialError::Failed(_)))) => return Err(error),
                 Err(_) => {
-                    let why = if busy {
-                        "it takes no more handshakes now, because too many others have begun one there"
-                            .to_owned()
-                    } else {
-                        format!("is it running, and does {} get through?", self.config.link.carrier)
-                    };
                     let wrong = wrong.map_or(String::new(), |wrong| format!("; {wrong}"));
-                    return Err(DialError::Failed(TransportError::bootstrap(format!(
-                        "rank {rank} did not answer at {} within {:?}: {why}{wrong}{}",
-                        listed(addresses),
-                        self.config.connect_deadline,
-                        self.refusal_hint(addresses)
-                    ))));
+                    let (text, kind) = self.no_answer(rank, addresses, dial_purpose.purpose, busy);
+                    let hint = self.refusal_hint(addresses);
+                    return Err(DialError::Failed(kind.error(format!("{text}{wrong}{hint}"))));
                 }
             }
         }
+    }
+
+    /// The words for a rank that has not answered by the deadline.
+    fn no_answer(
+        &self,
+        rank: Rank,
+        addresses: &[SocketAddr],
+        purpose: Purpose,
+        busy: bool,
+    ) -> (String, BootstrapKind) {
+        let QuicConfig { rank: me, connect_deadline: within, link, .. } = &self.config;
+        // Both have reached rank 0, so both are running.
+        let between = matches!(purpose, Purpose::Data | Purpose::Lane);
+        let who = match between {
+            true => unreached_text(*me, rank, addresses),
+            false => format!("rank {rank} did not answer at {}", listed(addresses)),
+        };
+        let small = self.too_small(addresses).filter(|_| !busy);
+        let kind = if small.is_some() { BootstrapKind::SmallMtu } else { BootstrapKind::Other };
+        let why = match small {
+            _ if busy => {
+                "it takes no more handshakes now, because too many others have begun one there".to_owned()
+            }
+            Some(small) => small,
+            None if between => format!("let {} through {UNREACHED_REMEDY}", link.carrier),
+            None => format!("is it running, and does {} get through?", link.carrier),
+        };
+        (format!("{who} within {within:?}: {why}"), kind)
+    }
+
+    /// Why packets cannot get to these addresses, if the system knows that they are too large.
+    pub(crate) fn too_small(&self, addresses: &[SocketAddr]) -> Option<String> {
+        self.sends_packets().then(|| interface::too_small_to(addresses)).flatten()
+    }
+
+    /// The same of every packet of rank 0.
+    pub(crate) fn own_mtu_too_small(&self) -> Option<String> {
+        self.sends_packets().then(|| interface::too_small_from(self.config.coordinator.ip())).flatten()
+    }
+
+    /// Whether the packets of QUIC are those of the system.
+    fn sends_packets(&self) -> bool {
+        !self.is_simulated && self.config.link.carrier == Carrier::Udp
     }
 
     /// Dials all addresses of a rank, one shortly after the other. The first at which the rank
@@ -264,13 +301,9 @@ impl RankEndpoint {
         let written = joined.send.write_all(&frames).await;
         written.map_err(|error| lost(&joined.connection, error.to_string()))?;
         match timeout_at(deadline, joined.frames.next()).await {
-            Ok(Ok(Some(Frame::Welcome { protocol: PROTOCOL_VERSION, lane_ports }))) => {
-                let (theirs, ours) = (lane_ports.len() + 1, self.lane_endpoints.len());
-                if theirs != ours {
-                    let text = format!(
-                        "rank {rank} has {theirs} lanes to every other rank, rank {} has {ours}: say the same number on all ranks",
-                        self.config.rank
-                    );
+            Ok(Ok(Some(Frame::Welcome { protocol: PROTOCOL_VERSION, lane_ports, heartbeat_us, wan }))) => {
+                let theirs = LinkTerms { lanes: lane_ports.len() + 1, heartbeat_us, wan };
+                if let Some(text) = theirs.difference(rank, &LinkTerms::of(&self.config), self.config.rank) {
                     // The other side has let this rank in, and would wait for it.
                     joined.connection.close(close_code::REJECTED, cut(&text).as_bytes());
                     return Err(fail(text));

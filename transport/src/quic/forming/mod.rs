@@ -8,6 +8,8 @@ pub(crate) mod description;
 pub(crate) mod endpoint;
 pub(crate) mod first_group;
 pub(crate) mod hello;
+pub(crate) mod link_terms;
+pub(crate) mod mesh;
 pub(crate) mod other_carrier;
 pub(crate) mod peer_connection;
 pub(crate) mod presence;

@@ -8,7 +8,7 @@ use tokio::time::timeout_at;
 use super::admission::AdmittedConnection;
 use super::bootstrap::Forming;
 use super::peer_connection::{PeerConnection, first_closed};
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 use crate::quic::network::connection::close_code;
 use crate::rank::Rank;
 use crate::wire::Purpose;
@@ -88,5 +88,25 @@ impl Forming<'_> {
                 }
             }
         }
+    }
+
+    /// The error at the deadline; `lost` is a part of its text.
+    fn too_late(&self, missing: &[Rank], lost: &str) -> TransportError {
+        let shown: Vec<String> = missing.iter().take(8).map(Rank::to_string).collect();
+        let more = missing.len() - shown.len();
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        let config = &self.endpoint.config;
+        let (refusals, kind) = self.endpoint.admission.refusals();
+        // Where the missing ranks are is not known, but where this one is.
+        let small = self.endpoint.own_mtu_too_small();
+        let kind = if small.is_some() { BootstrapKind::SmallMtu } else { kind };
+        let small = small.map_or(String::new(), |small| format!("; {small}"));
+        kind.error(format!(
+            "rank {}{more} did not come within {:?} (this is rank {} of {}){lost}{refusals}{small}",
+            shown.join(", "),
+            config.connect_deadline,
+            config.rank,
+            config.size
+        ))
     }
 }

@@ -1,10 +1,13 @@
-//! The connections that a rank has turned away, for the error that says which ranks are missing.
+//! For the error of a group that does not form: the connections that a rank has turned away, and
+//! the words for a rank that another one does not reach.
 
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 
 use crate::error::BootstrapKind;
 use crate::quic::network::connection::cut;
+use crate::quic::network::tcp::staggered::listed;
+use crate::rank::Rank;
 
 /// Why a connection was turned away.
 #[derive(Debug)]
@@ -69,6 +72,15 @@ impl fmt::Display for Refusals {
         }
     }
 }
+
+/// A rank that another one dials in vain, and where.
+pub(crate) fn unreached_text(from: Rank, to: Rank, addresses: &[SocketAddr]) -> String {
+    let at = if addresses.is_empty() { String::new() } else { format!(" at {}", listed(addresses)) };
+    format!("rank {from} did not reach rank {to}{at}")
+}
+
+/// What to do then, behind the carrier.
+pub(crate) const UNREACHED_REMEDY: &str = "between their hosts, or let the rank that is dialled say an address that the other one can reach (advertise)";
 
 /// Reasons of members that are kept.
 const MAX_MEMBERS: usize = 4;

@@ -18,8 +18,9 @@ use crate::error::{BootstrapKind, TransportError};
 use crate::quic::network::binding::{self, SystemSocket, bind_for_both, usual_bind};
 use crate::quic::network::connection::{describe, describe_stranger, is_busy, is_silence, kind_of};
 use crate::quic::network::frames::FrameReader;
+use crate::quic::network::interface::too_small_to;
 use crate::quic::network::io_thread::IoThread;
-use crate::quic::network::path::{LinkSettings, Path};
+use crate::quic::network::path::{Carrier, LinkSettings, Path};
 use crate::quic::network::socket::{Endpoints, LaneEndpoint, SocketSource};
 use crate::quic::network::tcp::refusal::refusal_hint;
 use crate::quic::network::tcp::staggered::{first_ok, listed};
@@ -114,12 +115,16 @@ async fn on(config: &EnrolConfig, socket: SystemSocket) -> Result<Enrolled, Tran
     };
     let tried = timeout_at(deadline, trying).await;
     let enrolled = tried.unwrap_or_else(|_| {
-        Err(TransportError::bootstrap(format!(
-            "rank 0 did not give an identity at {} within {:?}: is it running, and does {} get through?{}",
-            listed(&config.candidates()),
+        let candidates = config.candidates();
+        let small = (config.link.carrier == Carrier::Udp).then(|| too_small_to(&candidates)).flatten();
+        let kind = if small.is_some() { BootstrapKind::SmallMtu } else { BootstrapKind::Other };
+        let why =
+            small.unwrap_or_else(|| format!("is it running, and does {} get through?", config.link.carrier));
+        Err(kind.error(format!(
+            "rank 0 did not give an identity at {} within {:?}: {why}{}",
+            listed(&candidates),
             config.deadline,
-            config.link.carrier,
-            refusal_hint(&refused, &config.candidates())
+            refusal_hint(&refused, &candidates)
         )))
     });
     endpoint.close(0_u32.into(), b"");

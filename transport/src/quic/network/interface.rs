@@ -1,16 +1,91 @@
-//! The network interface behind a local address; only Linux tells.
+//! The network interface behind a local address, and the largest packets of a path; only Linux
+//! tells.
 
-use std::net::IpAddr;
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
 
-/// The interface behind a local address and its MTU, such as `eth0, MTU 1500`; only Linux tells.
-pub(crate) fn interface(ip: IpAddr) -> Option<String> {
+/// A network interface of this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Interface {
+    name: String,
+    /// Bytes of the largest IP packet.
+    mtu: u32,
+}
+
+/// Such as `eth0, MTU 1500`.
+impl fmt::Display for Interface {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, MTU {}", self.name, self.mtu)
+    }
+}
+
+/// The interface behind a local address; only Linux tells.
+pub(crate) fn interface(ip: IpAddr) -> Option<Interface> {
     let name = match ip {
         ip if ip.is_loopback() => "lo".to_owned(),
         IpAddr::V4(ip) => in_routes(&std::fs::read_to_string("/proc/net/route").ok()?, u32::from(ip))?,
         IpAddr::V6(ip) => in_addresses(&std::fs::read_to_string("/proc/net/if_inet6").ok()?, u128::from(ip))?,
     };
     let mtu = std::fs::read_to_string(format!("/sys/class/net/{name}/mtu")).ok()?;
-    Some(format!("{name}, MTU {}", mtu.trim()))
+    Some(Interface { name, mtu: mtu.trim().parse().ok()? })
+}
+
+/// Why QUIC cannot reach any of these addresses, if the system knows that their packets must be
+/// smaller than those of QUIC.
+pub(crate) fn too_small_to(addresses: &[SocketAddr]) -> Option<String> {
+    let mut each = addresses.iter().map(|address| {
+        let to = SocketAddr::new(address.ip().to_canonical(), address.port());
+        let (local, mtu) = path(to)?;
+        let needed = needed(to.ip());
+        (mtu < needed).then(|| {
+            let of_path = || text(needed, &format!("the path to {} carries {mtu} at most", to.ip()));
+            too_small(interface(local), needed).unwrap_or_else(of_path)
+        })
+    });
+    let first = each.next()??;
+    each.all(|why| why.is_some()).then_some(first)
+}
+
+/// The same of every packet from a local address.
+pub(crate) fn too_small_from(ip: IpAddr) -> Option<String> {
+    let ip = ip.to_canonical();
+    too_small(interface(ip), needed(ip))
+}
+
+fn too_small(interface: Option<Interface>, needed: u32) -> Option<String> {
+    let Interface { name, mtu } = interface.filter(|interface| interface.mtu < needed)?;
+    Some(text(needed, &format!("the interface {name} has MTU {mtu}")))
+}
+
+fn text(needed: u32, why: &str) -> String {
+    format!("QUIC needs IP packets of {needed} bytes, and {why}: use TCP between all ranks, or a larger MTU")
+}
+
+/// Bytes of the IP packet around QUIC's smallest first packet.
+fn needed(ip: IpAddr) -> u32 {
+    let headers = if ip.is_ipv4() { 20 + 8 } else { 40 + 8 };
+    1200 + headers
+}
+
+/// The local address from which packets go to `to`, and the bytes of the largest one, as far as the
+/// system knows the path. Sends nothing.
+#[cfg(target_os = "linux")]
+fn path(to: SocketAddr) -> Option<(IpAddr, u32)> {
+    use std::net::{Ipv4Addr, Ipv6Addr, UdpSocket};
+
+    use rustix::net::sockopt::{ip_mtu, ipv6_mtu};
+
+    let any =
+        if to.is_ipv4() { IpAddr::V4(Ipv4Addr::UNSPECIFIED) } else { IpAddr::V6(Ipv6Addr::UNSPECIFIED) };
+    let socket = UdpSocket::bind((any, 0)).ok()?;
+    socket.connect(to).ok()?;
+    let mtu = if to.is_ipv4() { ip_mtu(&socket) } else { ipv6_mtu(&socket) };
+    Some((socket.local_addr().ok()?.ip(), mtu.ok()?))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn path(_: SocketAddr) -> Option<(IpAddr, u32)> {
+    None
 }
 
 /// Of the table of IPv4 routes, the interface with the smallest network around an address.
@@ -62,6 +137,31 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn loopback_is_an_interface_with_an_mtu() {
-        assert!(interface(IpAddr::V4(Ipv4Addr::LOCALHOST)).unwrap().starts_with("lo, MTU "));
+        let local = interface(IpAddr::V4(Ipv4Addr::LOCALHOST)).unwrap();
+        assert!(local.to_string().starts_with("lo, MTU "), "{local}");
+    }
+
+    #[test]
+    fn an_interface_that_is_too_small_for_quic_is_named_with_its_mtu_and_the_remedy() {
+        let of = |mtu, ip: &str| {
+            too_small(Some(Interface { name: "wg0".to_owned(), mtu }), needed(ip.parse().unwrap()))
+        };
+        let text = of(1227, "10.0.0.1").unwrap();
+        for words in ["1228 bytes", "wg0 has MTU 1227", "use TCP", "a larger MTU"] {
+            assert!(text.contains(words), "{text}");
+        }
+        assert_eq!(of(1228, "10.0.0.1"), None);
+        assert!(of(1247, "fd00::1").unwrap().contains("1248 bytes"));
+        assert_eq!(of(1248, "fd00::1"), None);
+        assert_eq!(too_small(None, 1228), None);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn the_path_to_this_host_itself_is_large_enough() {
+        let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 9));
+        assert!(path(here).unwrap().1 >= 1500);
+        assert_eq!(too_small_to(&[here]), None);
+        assert_eq!(too_small_to(&[]), None);
     }
 }

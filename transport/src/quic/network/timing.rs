@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-/// The kind of the links between the ranks; best the same on all ranks.
+/// The kind of the links between the ranks; must be the same on all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LinkProfile {
     /// Links within a data centre: a dead rank is found after 2.4 s.

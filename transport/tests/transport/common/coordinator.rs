@@ -3,14 +3,14 @@
 
 use std::sync::Arc;
 
-use kyklos_transport::wire::{Candidates, Frame, PROTOCOL_VERSION, Purpose};
+use kyklos_transport::wire::{Candidates, Frame, Purpose};
 use quinn::Endpoint;
 use quinn::crypto::rustls::QuicServerConfig;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
 use super::member::Line;
-use super::{Job, LONG};
+use super::{Job, LONG, welcome};
 
 /// The coordinator of a group of two.
 pub(crate) struct Coordinator {
@@ -30,6 +30,11 @@ impl Coordinator {
     /// The same, but it first refuses so many handshakes, as a rank 0 does that has too many
     /// pending ones.
     pub(crate) async fn form_after_refusals(job: &Job, refusals: usize) -> Self {
+        Self::form_as(job, refusals, &welcome()).await
+    }
+
+    /// The same, with this answer to every hello.
+    pub(crate) async fn form_as(job: &Job, refusals: usize, welcome: &Frame) -> Self {
         let pem = job.identity_pem(0);
         let certificates = CertificateDer::pem_slice_iter(&pem).map(Result::unwrap).collect();
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
@@ -51,7 +56,6 @@ impl Coordinator {
             let mut line = Line::new(connection, send, recv);
             let hello = line.hear(LONG).await;
             assert!(matches!(hello, Some(Frame::Hello { purpose, .. }) if purpose == wanted), "{hello:?}");
-            let welcome = Frame::Welcome { protocol: PROTOCOL_VERSION, lane_ports: Vec::new() };
             line.say(&welcome.encode()).await;
             line
         };

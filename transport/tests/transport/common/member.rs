@@ -12,7 +12,7 @@ use quinn::{Connection, Endpoint, RecvStream, SendStream};
 use tokio::sync::Mutex;
 use tokio::time::timeout;
 
-use super::{Job, LONG};
+use super::{Job, LONG, welcome};
 
 /// The highest rank of its group: it dials all other ranks, and no rank dials it.
 pub(crate) struct Member {
@@ -86,7 +86,7 @@ impl Member {
                 send.write_all(&said.encode()).await.unwrap();
             }
             let mut line = Line::new(connection, send, recv);
-            assert_eq!(line.hear(LONG).await, Some(Frame::Welcome { protocol, lane_ports: Vec::new() }));
+            assert_eq!(line.hear(LONG).await, Some(welcome()));
             line
         };
         let mut control = dial(0, job.coordinator, Purpose::Control).await;

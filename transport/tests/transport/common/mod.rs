@@ -13,7 +13,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kyklos_transport::quic::{Carrier, ClusterAuthority, JobId, LinkSettings, QuicConfig, QuicTransport};
+use kyklos_transport::quic::{
+    Carrier, ClusterAuthority, JobId, LinkProfile, LinkSettings, QuicConfig, QuicTransport,
+};
+use kyklos_transport::wire::{Frame, PROTOCOL_VERSION};
 use kyklos_transport::{Group, Rank, Tag, TransportError};
 use pollster::block_on;
 use rustls::pki_types::pem::PemObject;
@@ -33,6 +36,19 @@ pub(crate) const SOON: Duration = Duration::from_secs(60);
 /// All messages go over QUIC, though all ranks are on this host.
 pub(crate) fn over_quic() -> LinkSettings {
     LinkSettings { shared_memory: false, ..LinkSettings::default() }
+}
+
+/// The answer to a hello of a rank with the usual settings.
+pub(crate) fn welcome() -> Frame {
+    welcome_over(LinkProfile::Lan)
+}
+
+/// The same with links of this kind.
+pub(crate) fn welcome_over(profile: LinkProfile) -> Frame {
+    let (protocol, lane_ports) = (PROTOCOL_VERSION, Vec::new());
+    let wan = profile == LinkProfile::Wan;
+    let heartbeat_us = if wan { 500_000 } else { 200_000 };
+    Frame::Welcome { protocol, lane_ports, heartbeat_us, wan }
 }
 
 /// A job with its own free port.

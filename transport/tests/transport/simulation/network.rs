@@ -62,6 +62,12 @@ impl Cut {
         Self(directions)
     }
 
+    /// The same, but these directions live.
+    pub(crate) fn without(mut self, alive: &[(u32, u32)]) -> Self {
+        self.0.retain(|direction| !alive.contains(direction));
+        self
+    }
+
     pub(crate) fn between(a: u32, b: u32, one_way: bool) -> Self {
         Self(if one_way { vec![(a, b)] } else { vec![(a, b), (b, a)] })
     }

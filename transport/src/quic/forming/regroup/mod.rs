@@ -196,7 +196,7 @@ impl Regrouping<'_> {
         let mut forming = Forming::new(self.endpoint, (epoch, members.clone()), deadline, attempt.arrivals);
         forming.early_data = attempt.early_data;
         let table = forming.hear_table(&mut control).await?;
-        let data = match forming.dial_mesh(&control, &table).await {
+        let data = match forming.dial_mesh(&mut control, &table).await {
             Ok(data) => data,
             Err(error) => return Err(report_unreached(&forming.unreached, control, error).await),
         };

@@ -89,12 +89,10 @@ pub(super) async fn report_unreached(
     if unreached.is_empty() {
         return AttemptError::Retry(error);
     }
+    let report = Frame::Unreached { peers: unreached.to_vec() }.encode();
     let decision = timeout(DECISION_TIMEOUT, async {
-        for &peer in unreached {
-            let report = Frame::LinkLost { peer, text: String::new() };
-            control.send.write_all(&report.encode()).await.ok()?;
-        }
-        // The end of the list.
+        control.send.write_all(&report).await.ok()?;
+        // It is the last one.
         control.send.finish().ok()?;
         control.frames.next().await.ok()?
     });
@@ -114,11 +112,11 @@ async fn unreached_peers(
     let mut peers = Vec::new();
     loop {
         match forming.next_frame(member).await {
-            Ok(Frame::Meshed) if peers.is_empty() => return Ok(peers),
-            Ok(Frame::LinkLost { peer, .. })
-                if forming.members.contains(&peer) && peers.len() < forming.members.len() =>
+            Ok(Frame::Meshed) => return Ok(Vec::new()),
+            Ok(Frame::Unreached { peers: said })
+                if said.iter().all(|peer| forming.members.contains(peer)) =>
             {
-                peers.push(peer);
+                peers = said;
             }
             Ok(other) => {
                 let text = format!("rank {} sent {other:?} instead of its connections", member.rank);

@@ -11,7 +11,7 @@
 
 use std::fmt;
 use std::io::{self, IoSliceMut};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
@@ -227,12 +227,14 @@ async fn connect(from: SocketAddr, to: SocketAddr) -> io::Result<TcpStream> {
     socket.connect(to).await
 }
 
-/// Refuses every TCP stream to the address with a text. Returns at once if the port is not free.
-pub(crate) async fn refuse_all(address: SocketAddr, text: &str) {
+/// Refuses every TCP stream to the address with a text, and notes from where it came. Returns at
+/// once if the port is not free.
+pub(crate) async fn refuse_all(address: SocketAddr, text: &str, note: impl Fn(IpAddr)) {
     let Ok(listener) = TcpListener::bind(address).await else { return };
     loop {
         match listener.accept().await {
-            Ok((mut stream, _)) => {
+            Ok((mut stream, from)) => {
+                note(from.ip());
                 let said = async {
                     stream.write_all(&[0, 0]).await?;
                     stream.write_all(text.as_bytes()).await?;
