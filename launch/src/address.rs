@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kyklos_transport::quic::look_up;
 use kyklos_transport::wire::MOST_ADVERTISED;
@@ -107,6 +107,12 @@ pub(crate) fn resolve(
         );
         Error::Transport(TransportError::Bootstrap { text, kind: BootstrapKind::Other })
     })
+}
+
+/// The time until the deadline, in whole seconds, because errors quote it; at least one.
+pub(crate) fn left(deadline: Instant) -> Duration {
+    let left = deadline.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
+    Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1))
 }
 
 /// Names under localhost are this host (RFC 6761). Debian has two more for the loopback address of

@@ -8,9 +8,8 @@ use std::time::Instant;
 use kyklos_transport::Rank;
 use kyklos_transport::quic::{Date, EnrolConfig, Enrolled, Identity, Invitation, Token, enrol};
 
-use crate::address::{HostPort, resolve};
+use crate::address::{HostPort, left, resolve};
 use crate::error::{Error, RequestKind, Result};
-use crate::join::left;
 use crate::options::{Options, RANK, named};
 use crate::source::Source;
 use crate::sources::requested_rank;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 use kyklos_transport::quic::{Claims, Date, Identity, JobId, QuicConfig, QuicTransport, Revoked};
 use kyklos_transport::{BootstrapKind, Group, Rank, TransportError, in_process_group};
 
-use crate::address::{bind_beyond_loopback, loopback_between_hosts, resolve};
+use crate::address::{bind_beyond_loopback, left, loopback_between_hosts, resolve};
 use crate::assignment::Assignment;
 use crate::credentials::Credentials;
 use crate::error::{Error, RequestKind, Result};
@@ -178,12 +178,6 @@ impl Assignment {
             )),
         }
     }
-}
-
-/// The time until the deadline, in whole seconds, because errors quote it; at least one.
-pub(crate) fn left(deadline: Instant) -> Duration {
-    let left = deadline.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
-    Duration::from_secs(u64::try_from(left).unwrap_or(1).max(1))
 }
 
 /// This process as the only rank; no network is involved.

@@ -8,6 +8,7 @@ mod common;
 mod flood;
 mod hostile;
 mod members;
+mod reports;
 mod votes;
 mod windows;
 

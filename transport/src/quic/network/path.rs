@@ -16,8 +16,7 @@ use crate::quic::network::tcp::delay_window::DelayWindows;
 use crate::quic::network::tcp::tunnel::STRANGERS_BYTES;
 use crate::wire::MOST_LANES;
 
-/// Settings of the links between the ranks of a group. Best the same on all ranks; carrier, lanes
-/// and profile must be.
+/// Settings of the links between ranks. Carrier, lanes and profile must be the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkSettings {
     /// Bytes of the largest IP packet that every link carries, 1280 to 65535. A packet has 48 of
