@@ -16,7 +16,8 @@ fn without_a_command_the_program_lists_its_commands_and_ends_with_exit_code_2() 
 fn devices_are_listed_with_their_speed() {
     let devices = json(&kyklos(&["devices", "--json"]));
     let cpu = devices.as_array().unwrap().iter().find(|device| device["id"] == "cpu").unwrap();
-    assert!(cpu["gflops"].as_f64().unwrap() > 0.1, "{cpu}");
+    // However slow: other programs may have the cores.
+    assert!(cpu["gflops"].as_f64().unwrap() > 0.0, "{cpu}");
     for field in ["name", "class", "driver", "kernel"] {
         assert!(cpu[field].is_string(), "{cpu}");
     }
