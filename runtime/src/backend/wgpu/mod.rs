@@ -8,7 +8,7 @@
 //!   together exceed [`WgpuOptions::max_memory_bytes`], and when the driver has no memory left.
 //!   Tensors beyond the largest *binding* (128 MiB on some software drivers and in browsers) are
 //!   processed in regions that fit one. The m and l of a running state, and log-sum-exps, are bound
-//!   whole: a larger state is refused before data moves ([`Backend::supports_state`]).
+//!   whole: a larger state is refused before data moves ([`Backend::most_state_bytes`]).
 //! - **Copies.** Downloads go through staging buffers that are pooled and mapped while the device
 //!   works on; uploads go straight into the buffer where host and device share memory, and through
 //!   the driver's staging elsewhere.

@@ -148,7 +148,8 @@ impl Decode<'_> {
     pub(in crate::backend::wgpu) async fn run(&self, control: &Control) -> Result<()> {
         let kernel = Kernel::Decode(self.kernel);
         let regions = self.regions();
-        let cost = |region: &Region| count(region.batch.len() * region.keys.len());
+        #[expect(clippy::cast_precision_loss, reason = "what a region costs, about")]
+        let cost = |region: &Region| (region.batch.len() * region.keys.len()) as f64;
         let all: f64 = regions.iter().map(cost).sum();
         for region in regions {
             let share = cost(&region) / all;
