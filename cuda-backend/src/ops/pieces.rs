@@ -106,8 +106,8 @@ impl PieceSplitter {
 }
 
 /// The end of the longest prefix of `range` within a size, of at least one and at most
-/// [`MAX_BLOCKS`] elements, and its cost. Each element has `tiles` tiles. What remains has the
-/// fewest tiles of a piece too.
+/// [`MAX_BLOCKS`] elements, and its cost. Each element has `tiles` tiles; one that is more than a
+/// piece by itself is not in one with others. What remains has the fewest tiles of a piece too.
 pub(crate) fn take(
     range: Range<usize>,
     size: PieceSize,
@@ -118,7 +118,8 @@ pub(crate) fn take(
     while end < range.end && end - range.start < MAX_BLOCKS {
         let cost = cost(end);
         let filled = with_work > 0 && tiles * with_work.min(range.end - end) >= size.fewest_tiles;
-        if filled && sum + cost > size.flops {
+        let is_whole = cost <= size.flops || tiles <= size.fewest_tiles;
+        if end > range.start && (!is_whole || (filled && sum + cost > size.flops)) {
             break;
         }
         sum += cost;
@@ -184,6 +185,19 @@ mod tests {
             let mut pieces = PieceSplitter::new(work, 2, 1, 8, extra_tiles);
             let count = std::iter::from_fn(|| pieces.next(PieceSize { flops: 0.0, fewest_tiles: 1 })).count();
             assert_eq!(count, expected, "{extra_tiles} extra tiles");
+        }
+    }
+
+    /// An entry of a batch that is more than a piece is divided, whatever stands before it.
+    #[test]
+    fn large_entries_are_divided_after_small_ones_too() {
+        for before in [0.0, 1.0] {
+            let mut pieces = PieceSplitter::of_costs(vec![vec![before; 6], vec![100.0; 6]], 3, 2);
+            let size = PieceSize { flops: 250.0, fewest_tiles: 2 };
+            let all: Vec<_> = std::iter::from_fn(|| pieces.next(size)).collect();
+            assert!(all.iter().all(|(_, flops)| *flops <= 300.0), "{all:?}");
+            let sum: f64 = all.iter().map(|(_, flops)| flops).sum();
+            assert_eq!(sum, 12.0 * before + 2.0 * 12.0 * 100.0, "{all:?}");
         }
     }
 

@@ -114,7 +114,7 @@ const failed = await run([
       await page.addInitScript(name === "gpu"
         ? () => Object.defineProperty(Navigator.prototype, "gpu", { value: undefined })
         : () => delete globalThis.WebTransport);
-      await page.goto(`${server.origin}/tab.html#v=2&at=127.0.0.1:1&cert=${"0".repeat(64)}&token=0`);
+      await page.goto(`${server.origin}/tab.html#v=3&at=127.0.0.1:1&cert=${"0".repeat(64)}&token=0`);
       await says(page, words);
       assert(await page.isDisabled("#lend"));
       await page.close();

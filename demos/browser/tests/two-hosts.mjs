@@ -99,7 +99,7 @@ const failed = await run([
     },
   ]),
   ["the page over http from another host has no WebGPU and says so", async () => {
-    const page = await open(browser, `${plain.origin}/tab.html#v=2&at=${HERE}:1&cert=${"0".repeat(64)}&token=0`);
+    const page = await open(browser, `${plain.origin}/tab.html#v=3&at=${HERE}:1&cert=${"0".repeat(64)}&token=0`);
     await says(page, /^This browser offers no WebGPU.*over https or from localhost/);
     await page.close();
   }],

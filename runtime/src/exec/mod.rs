@@ -27,7 +27,7 @@ pub(crate) use guard::AbortOnDrop;
 use guard::RunGuard;
 pub use inputs::Inputs;
 pub(crate) use inputs::refusal;
-use kyklos_plan::plan::{Buffer, BufferId, GradientStep, Plan, PlanSet, ProvedPlans, Step};
+use kyklos_plan::plan::{Buffer, BufferId, Content, GradientStep, Plan, PlanSet, ProvedPlans, Step};
 use kyklos_plan::{BlockWork, MaskClass, WireFormat};
 use run::Run;
 
@@ -168,9 +168,11 @@ impl LoweredPlan {
     pub fn check_states(set: &PlanSet, rank: Rank, most_state_bytes: Option<u64>) -> Result<()> {
         let Some(most) = most_state_bytes else { return Ok(()) };
         let plan = set.plan(rank);
-        for step in &plan.steps {
-            let Step::Attend { state, .. } = step else { continue };
-            let shape = state_shape(set, plan, *state);
+        for (index, buffer) in plan.buffers.iter().enumerate() {
+            if buffer.content != Content::State {
+                continue;
+            }
+            let shape = state_shape(set, plan, BufferId(index));
             let needed = shape.ml_bytes().max(shape.lse_bytes()) as u64;
             if needed > most {
                 let StateShape { batch, rows, heads, .. } = shape;

@@ -150,14 +150,16 @@ impl<'a> Call<'a> {
             keys = keys.min(most);
         }
         let tiles = self.args.work.q_tiles();
-        let items = (batch_step * shape.heads * tiles.min(tile_step)) as u64;
-        // A fixed order has its own, few keys. How many rows are computed with them must not cut them.
+        // How many rows are computed with them must not cut the keys: the rows of a call have the same bits
+        // wherever it is cut. A fixed order has its own, few keys.
         let at_once = match self.args.fixed_order {
             true => STRETCH_KEYS,
-            false => self.backend.pace.grain.keys_at_once(Pace::flops_per_key(&self.kernel), items, kv_cols),
+            false => self.backend.pace.grain.keys_at_once(Pace::flops_per_key(&self.kernel), u64::MAX, kv_cols),
         };
-        let key_step = whole_tiles(keys.min(STRETCH_KEYS).min(at_once), kv_cols);
+        let most = whole_tiles(keys.min(STRETCH_KEYS).min(at_once), kv_cols);
         let keys = self.args.work.kv_positions.len();
+        // Stretches of the same length: a short one costs as much state as a long one.
+        let key_step = keys.div_ceil(keys.div_ceil(most).max(1)).next_multiple_of(kv_cols);
         let mut regions = Vec::new();
         for batch in cut(0..shape.batch, batch_step) {
             for tiles in cut(0..tiles, tile_step) {

@@ -12,7 +12,7 @@ use crate::backend::DeviceClass;
 
 /// Seconds of one submission: short enough for a watchdog and for a user, and long compared with
 /// the cost of submitting.
-const PIECE_S: f64 = 0.08;
+pub(in crate::backend::wgpu) const PIECE_S: f64 = 0.08;
 
 /// What is known about a kind of device before its speed is measured.
 #[derive(Clone, Copy, Debug)]
@@ -46,7 +46,7 @@ impl Grain {
         let (first_flops_per_s, busy_groups, decode_groups, most_flops) = match class {
             DeviceClass::SoftwareGpu | DeviceClass::Cpu => (2e9, 32, 16, 2e8),
             DeviceClass::IntegratedGpu => (3e10, 256, 96, 3e9),
-            DeviceClass::DiscreteGpu => (1e11, 512, 256, 3e10),
+            DeviceClass::DiscreteGpu => (1e11, 512, 256, 3.5e10),
             _ => (3e10, 512, 256, 3e9),
         };
         Self { first_flops_per_s, busy_groups, decode_groups, most_flops }
@@ -101,6 +101,11 @@ pub(in crate::backend::wgpu) struct Speed {
 }
 
 impl Speed {
+    /// Seconds of `flops`.
+    pub(in crate::backend::wgpu) fn seconds(self, flops: f64) -> f64 {
+        flops / self.flops_per_s
+    }
+
     /// A piece of `flops` took `took_s`.
     pub(in crate::backend::wgpu) fn measured(&mut self, flops: f64, took_s: f64) {
         // A shorter time measures the submission, not the device.
@@ -148,26 +153,37 @@ mod tests {
         tiles: usize,
         keys: usize,
         flops_per_key: f64,
-        decode: bool,
+        loops: Loops,
     }
 
-    const fn call(heads: usize, tiles: usize, keys: usize, flops_per_key: f64) -> Call {
-        Call { heads, tiles, keys, flops_per_key, decode: false }
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum Loops {
+        Forward,
+        Backward,
+        Decode,
+    }
+
+    const fn forward(heads: usize, tiles: usize, keys: usize, flops_per_key: f64) -> Call {
+        Call { heads, tiles, keys, flops_per_key, loops: Loops::Forward }
+    }
+
+    const fn backward(heads: usize, tiles: usize, keys: usize, flops_per_key: f64) -> Call {
+        Call { heads, tiles, keys, flops_per_key, loops: Loops::Backward }
     }
 
     const CALLS: [Call; 8] = [
         // Forward: 75,600 tokens with 40 heads of 128, 6000 with one of 256, 1024 with 8 of 64; one tile of
         // rows.
-        call(40, 2363, 75_600, 4.0 * 32.0 * 128.0),
-        call(1, 188, 6000, 4.0 * 32.0 * 256.0),
-        call(8, 32, 1024, 4.0 * 32.0 * 64.0),
-        call(1, 1, 75_600, 4.0 * 32.0 * 128.0),
+        forward(40, 2363, 75_600, 4.0 * 32.0 * 128.0),
+        forward(1, 188, 6000, 4.0 * 32.0 * 256.0),
+        forward(8, 32, 1024, 4.0 * 32.0 * 64.0),
+        forward(1, 1, 75_600, 4.0 * 32.0 * 128.0),
         // Backward: three products for each query head, and four for 8 query heads of a KV head.
-        call(40, 2363, 75_600, 2.0 * 3.0 * 32.0 * 128.0),
-        call(5, 2363, 75_600, 2.0 * 4.0 * 8.0 * 32.0 * 128.0),
-        call(1, 1, 75_600, 2.0 * 3.0 * 32.0 * 128.0),
+        backward(40, 2363, 75_600, 2.0 * 3.0 * 32.0 * 128.0),
+        backward(5, 2363, 75_600, 2.0 * 4.0 * 8.0 * 32.0 * 128.0),
+        backward(1, 1, 75_600, 2.0 * 3.0 * 32.0 * 128.0),
         // A row of queries that looks at a million keys.
-        Call { heads: 8, tiles: 1, keys: 1 << 20, flops_per_key: 4.0 * 8.0 * 128.0, decode: true },
+        Call { heads: 8, tiles: 1, keys: 1 << 20, flops_per_key: 4.0 * 8.0 * 128.0, loops: Loops::Decode },
     ];
 
     /// What slows a device down.
@@ -196,10 +212,12 @@ mod tests {
         let items = (call.heads * call.tiles) as u64;
         // The keys of the workgroups of one dispatch each, and how many workgroups have the keys of a tile
         // and head.
-        let (step, splits) = if call.decode {
-            (call.keys, call.keys.div_ceil(grain.keys_at_once(call.flops_per_key, u64::MAX, 64)))
-        } else {
-            (grain.keys_at_once(call.flops_per_key, items, 32), 1)
+        let (step, splits) = match call.loops {
+            Loops::Decode => {
+                (call.keys, call.keys.div_ceil(grain.keys_at_once(call.flops_per_key, u64::MAX, 64)))
+            }
+            Loops::Forward => (grain.keys_at_once(call.flops_per_key, u64::MAX, 32), 1),
+            Loops::Backward => (grain.keys_at_once(call.flops_per_key, items, 32), 1),
         };
         let rounds =
             |groups: u64| f64::from(u32::try_from(groups).unwrap().div_ceil(slots)) * f64::from(slots);
@@ -253,7 +271,7 @@ mod tests {
                 let times = run(gpu, call, trouble);
                 let of = format!("{gpu:?}, {call:?}, {trouble:?}: {times:?}");
                 let items = (call.heads * call.tiles) as u64;
-                let fill = Grain::new(gpu.class).busy_groups.min(if call.decode { u64::MAX } else { items });
+                let fill = Grain::new(gpu.class).busy_groups.min(if (call.loops == Loops::Decode) { u64::MAX } else { items });
                 assert!(times.fewest_groups >= fill, "{of}");
                 assert!(times.total_s <= 1.3 * times.ideal_s, "{of}");
                 assert!(times.longest_s <= 0.5, "{of}");

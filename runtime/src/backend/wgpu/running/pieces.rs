@@ -8,11 +8,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use kyklos_shaders::{AttendKernel, BackwardKernel, Kernel};
 
 use super::completion::Done;
-use super::pacing::{Grain, Size, Speed};
+use super::pacing::{Grain, PIECE_S, Size, Speed};
 use crate::backend::DeviceClass;
 
-/// Most submissions in flight: one runs, one waits.
-const IN_FLIGHT: usize = 2;
+/// Submissions that may always be in flight: one runs, one waits.
+const FEWEST_IN_FLIGHT: usize = 2;
+/// Short ones may be more: another one as long as those in flight take less than a piece together.
+const MOST_IN_FLIGHT: usize = 16;
 
 /// Measured speed, and the submissions in flight.
 #[derive(Debug)]
@@ -39,6 +41,19 @@ pub(in crate::backend::wgpu) struct Flight {
     pub(in crate::backend::wgpu) done: Done,
 }
 
+impl State {
+    fn speed(&self, kernel: &Kernel, grain: &Grain) -> Speed {
+        self.speeds.get(kernel).copied().unwrap_or(grain.first_speed())
+    }
+
+    fn has_room(&self, grain: &Grain) -> bool {
+        let seconds = |flight: &Flight| self.speed(&flight.kernel, grain).seconds(flight.flops);
+        let count = self.flights.len();
+        count < FEWEST_IN_FLIGHT
+            || (count < MOST_IN_FLIGHT && self.flights.iter().map(seconds).sum::<f64>() < PIECE_S)
+    }
+}
+
 impl Pace {
     pub(in crate::backend::wgpu) fn new(class: DeviceClass) -> Self {
         Self { grain: Grain::new(class), state: Mutex::default() }
@@ -46,7 +61,7 @@ impl Pace {
 
     /// The size of the next piece.
     pub(in crate::backend::wgpu) fn size(&self, kernel: &Kernel) -> Size {
-        self.grain.size(self.lock().speeds.get(kernel).copied().unwrap_or(self.grain.first_speed()))
+        self.grain.size(self.lock().speed(kernel, &self.grain))
     }
 
     /// Operations of one workgroup for one key.
@@ -63,9 +78,6 @@ impl Pace {
     }
 
     pub(in crate::backend::wgpu) fn submitted(&self, flight: Flight) {
-        if std::env::var_os("H_PIECES").is_some() {
-            eprintln!("piece of {:.0} MFLOP at {:.3}", flight.flops / 1e6, flight.submitted_s);
-        }
         self.lock().flights.push_back(flight);
     }
 
@@ -75,7 +87,7 @@ impl Pace {
             // Taken out of the queue first: no lock is held over an await.
             let flight = {
                 let mut state = self.lock();
-                if state.flights.len() < IN_FLIGHT {
+                if state.has_room(&self.grain) {
                     return;
                 }
                 state.flights.pop_front()
