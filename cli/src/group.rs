@@ -172,7 +172,7 @@ pub(crate) fn end_with_launcher() {
         while std::io::stdin().read(&mut bytes).is_ok_and(|read| read > 0) {
             record::write_all();
         }
-        interrupt::end(1);
+        interrupt::end(1, None);
     });
 }
 

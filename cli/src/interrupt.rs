@@ -4,14 +4,14 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use kyklos_launch::variables::LAUNCH;
 use kyklos_transport::{Abort, AbortCause, Group, Progress, Transport};
 
 use crate::activity;
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, note};
 
 /// What ends the process.
 #[derive(Clone, Copy, Debug)]
@@ -53,7 +53,7 @@ pub(crate) fn end_on_interrupt() -> Result<()> {
                 std::thread::sleep(LOOK);
             }
         }
-        end(interruption.exit);
+        end(interruption.exit, None);
     })
 }
 
@@ -139,13 +139,25 @@ fn on_signals<const N: usize>(
     Ok(())
 }
 
-/// Removes all [`RemoveOnInterrupt`] paths and ends the process.
-pub(crate) fn end(exit: u8) {
+/// Removes all [`RemoveOnInterrupt`] paths, says the last line if there is one, and ends the
+/// process: also if nobody reads what it writes.
+pub(crate) fn end(exit: u8, last_line: Option<String>) {
     for path in locked(&PATHS).iter() {
         let _ = std::fs::remove_file(path);
     }
-    activity::ends();
-    tell_launcher();
+    let limit = if last_line.is_some() { LAST_WORDS_OF_ITS_OWN } else { LAST_WORDS };
+    let (said, is_said) = mpsc::channel();
+    // A stopped terminal (Ctrl-S) or a pipe that is full blocks who writes to it, and whoever waits
+    // for its lock. Without the thread nothing is said.
+    let _ = std::thread::Builder::new().spawn(move || {
+        if let Some(line) = last_line {
+            note(&line);
+        }
+        activity::ends();
+        tell_launcher();
+        let _ = said.send(());
+    });
+    let _ = is_said.recv_timeout(limit);
     std::process::exit(i32::from(exit));
 }
 
@@ -178,4 +190,9 @@ pub(crate) const LAST_LINE: &[u8] = b"\0ends\n";
 const CTRL_C: &str = "Ctrl-C";
 /// Longest time in which the main thread leaves the group: less than `kyklos launch` waits.
 const FAREWELL: Duration = Duration::from_secs(2);
+/// Longest time for the end of the line and of the lines to `kyklos launch`; with [`FAREWELL`] less
+/// than it waits.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+/// The same with a line that says why the process ends: nobody has asked it to.
+const LAST_WORDS_OF_ITS_OWN: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(5);

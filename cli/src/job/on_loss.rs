@@ -94,8 +94,8 @@ pub(crate) fn end_if_stuck(group: &Group) {
             if recorder.is_aborted() && is_stuck() {
                 std::thread::sleep(STUCK_FOR_GOOD);
                 if transport.strong_count() > 0 {
-                    note("this rank is stuck, and the others continue without it: ended");
-                    interrupt::end(1);
+                    let why = "this rank is stuck, and the others continue without it: ended";
+                    interrupt::end(1, Some(why.to_owned()));
                 }
             }
         }

@@ -27,14 +27,14 @@ impl Leaving {
             let since = first.get_or_insert_with(Instant::now).elapsed();
             if asked.asked.swap(true, Ordering::SeqCst) {
                 if since > MOMENT {
-                    interrupt::end(interruption.exit);
+                    interrupt::end(interruption.exit, None);
                 }
                 return;
             }
             let group = asked.group.lock().unwrap_or_else(PoisonError::into_inner).clone();
             match group {
                 Some(group) => leave(&group),
-                None => interrupt::end(0),
+                None => interrupt::end(0, None),
             }
         })?;
         Ok(leaving)

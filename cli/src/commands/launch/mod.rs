@@ -52,7 +52,13 @@ pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
     // The exit code of an interruption; 0 is none.
     let interrupted = Arc::new(AtomicU8::new(0));
     let raise = interrupted.clone();
-    interrupt::on_interrupt(move |interruption| raise.store(interruption.exit, Ordering::Relaxed))?;
+    interrupt::on_interrupt(move |interruption| {
+        raise.store(interruption.exit, Ordering::Relaxed);
+        // If nobody reads what is passed on, the main thread may wait for that. Processes that are left
+        // end with this one.
+        std::thread::sleep(LAST_RESORT);
+        interrupt::end(interruption.exit, None);
+    })?;
     let asked = Arc::new(AtomicBool::new(false));
     let raise = asked.clone();
     interrupt::on_request(move || raise.store(true, Ordering::Relaxed))?;
@@ -200,13 +206,12 @@ impl Children {
                 patience = Some(Instant::now() + SURVIVORS);
             }
             if patience.is_some_and(|until| Instant::now() >= until) {
-                for running in &self.running {
-                    note(&format!(
-                        "launch: rank {} did not end within the time limit and is killed",
-                        running.rank
-                    ));
-                }
+                let late: Vec<u32> = self.running.iter().map(|running| running.rank).collect();
+                // First, as a note waits for a terminal that takes none.
                 self.end_all();
+                for rank in late {
+                    note(&format!("launch: rank {rank} did not end within the time limit and is killed"));
+                }
                 break;
             }
             std::thread::sleep(POLL);
@@ -300,8 +305,10 @@ impl Children {
     }
 
     fn end_all(&mut self) {
-        for mut running in self.running.drain(..) {
+        for running in &mut self.running {
             let _ = running.child.kill();
+        }
+        for mut running in self.running.drain(..) {
             if let Ok(status) = running.child.wait() {
                 self.ended.push(running.ended(status));
             }
@@ -359,6 +366,9 @@ fn pass_on(rank: u32, from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]
 const SURVIVORS: Duration = Duration::from_secs(30);
 /// Time for all processes to end after an interruption.
 const INTERRUPTED: Duration = Duration::from_secs(3);
+/// Time after an interruption in which this process ends, whatever it waits for: more than
+/// [`INTERRUPTED`], and what comes after that.
+const LAST_RESORT: Duration = Duration::from_secs(8);
 /// Most restarts of one rank.
 const MOST_RESTARTS: u32 = 3;
 /// Interval between checks of the processes.

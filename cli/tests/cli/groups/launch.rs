@@ -305,3 +305,32 @@ fn ranks_do_not_outlive_a_launcher_that_is_killed() {
     }
     assert_eq!(std::fs::read_dir(job.temporary.path()).unwrap().count(), 0, "files are left behind");
 }
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_launcher_whose_output_nobody_reads_ends_when_it_is_asked_to() {
+    let mut launch = command(
+        &[
+            &["launch", "-n", "2", "--", "attend"][..],
+            &PROBLEM,
+            &["--repeat", "1000000", "--progress", "json"],
+        ]
+        .concat(),
+    )
+    .stdout(Stdio::null())
+    .stderr(Stdio::piped())
+    .spawn()
+    .unwrap();
+    let mut stderr = BufReader::new(launch.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("attend") {
+        line.clear();
+        assert!(stderr.read_line(&mut line).unwrap() > 0, "the ranks do not compute");
+    }
+    // From here on nobody reads, and the pipe becomes full. Where it takes longer, less is tested.
+    std::thread::sleep(Duration::from_secs(5));
+    signal("-TERM", launch.id());
+    let output = finish(launch, Duration::from_secs(120));
+    drop(stderr);
+    assert_eq!(output.status.code(), Some(143));
+}

@@ -262,9 +262,10 @@ fn end_late_cells(
             let mut cell = lock(&running);
             if let Some((name, _)) = cell.take_if(|(_, started)| started.elapsed() > limit) {
                 let why = format!("did not end within {} s", limit.as_secs());
-                note(&format!("{name}: failed: {why}; run the command again to go on with the next cell"));
+                let line =
+                    format!("{name}: failed: {why}; run the command again to go on with the next cell");
                 let _ = lock(&journal).end(Record::without_times(name, State::Failed, why));
-                interrupt::end(1);
+                interrupt::end(1, Some(line));
             }
         }
     });
