@@ -6,8 +6,8 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kyklos_transport::quic::LinkSettings;
-use kyklos_transport::{BootstrapKind, Rank, Regroup};
+use kyklos_transport::quic::{Awaited, LinkSettings};
+use kyklos_transport::{BootstrapKind, Regroup};
 
 /// How this process joins its group. What is not set comes from the environment
 /// ([`LAUNCHERS`](crate::LAUNCHERS)), then from defaults; with [`Options::default`] everything
@@ -96,9 +96,9 @@ pub struct Options {
     /// Receives one line for each problem that may become a failure, and the kind of that failure.
     /// Default: a `warn` event of `tracing`.
     pub warn: fn(&str, BootstrapKind),
-    /// Called with the ranks for which this one waits while the group forms, each time they change:
+    /// Called with what this rank waits for while the group forms, each time it changes:
     /// [`QuicConfig::waits`](kyklos_transport::quic::QuicConfig::waits). Default: does nothing.
-    pub waits: fn(&[Rank]),
+    pub waits: fn(Awaited<'_>),
 }
 
 impl Default for Options {

@@ -10,6 +10,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
+use kyklos_transport::quic::Awaited;
 
 use self::line::Happened;
 
@@ -50,11 +51,14 @@ pub(crate) fn doing(what: &str) {
     tell(|happened, now| happened.doing(what, now));
 }
 
-/// This process waits until the group has these ranks too; for none of them, it goes on.
-pub(crate) fn waits_for(ranks: &[kyklos_transport::Rank]) {
-    if ranks.is_empty() {
-        return doing("the group is complete");
-    }
+/// This process waits for this until it has its group.
+pub(crate) fn waits_for(awaited: Awaited<'_>) {
+    let ranks = match awaited {
+        Awaited::Ranks(ranks) => ranks,
+        Awaited::OthersOf(rank) => return doing(&format!("rank {rank} waits for the others")),
+        Awaited::NextGroup => return doing("a rank was lost, the others form the next group"),
+        Awaited::Nothing => return doing("the group is complete"),
+    };
     let names: Vec<String> = ranks.iter().take(MOST_NAMES).map(ToString::to_string).collect();
     let more = ranks.len() - names.len();
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };

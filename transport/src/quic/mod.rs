@@ -46,7 +46,7 @@ mod tests;
 mod transport;
 mod trust;
 
-pub use self::forming::config::QuicConfig;
+pub use self::forming::config::{Awaited, QuicConfig};
 pub use self::join::{EnrolConfig, Enrolled, Invitation, InvitationTerms, Token, enrol};
 pub use self::loopback::{quic_loopback_group, quic_loopback_group_over};
 pub use self::network::congestion::Congestion;

@@ -82,12 +82,26 @@ pub struct QuicConfig {
     /// Receives one line for each event worth a note: on rank 0, each identity that it has given
     /// away.
     pub note: fn(&str),
-    /// While the group forms: called with the ranks for which this one waits, each time they
-    /// change; on other ranks than 0 that is rank 0, until it answers, and then all. Empty once the
-    /// group has formed.
-    pub waits: fn(&[Rank]),
+    /// While the group forms, or the next one: called with what this rank waits for, each time it
+    /// changes, and maybe again while it is the same.
+    pub waits: fn(Awaited<'_>),
     /// Settings of the network between the ranks.
     pub link: LinkSettings,
+}
+
+/// For what a rank waits while its group forms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Awaited<'a> {
+    /// These ranks, at least one: those that rank 0 misses; on other ranks rank 0, until it
+    /// answers.
+    Ranks(&'a [Rank]),
+    /// This rank forms the group and is there: others may be missing, or the ranks connect to each
+    /// other.
+    OthersOf(Rank),
+    /// A rank was lost: those that are left form the next group.
+    NextGroup,
+    /// Nothing: the group has formed.
+    Nothing,
 }
 
 impl QuicConfig {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::bootstrap::{FormError, form};
-use super::config::QuicConfig;
+use super::config::{Awaited, QuicConfig};
 use super::endpoint::{DialPurpose, RankEndpoint};
 use super::other_carrier;
 use super::regroup::{self, NextGroup};
@@ -43,12 +43,13 @@ async fn form_or_regroup(
     let QuicConfig { rank, epoch, size, connect_deadline, note, waits, .. } = endpoint.config;
     // Rank 0 knows which ranks are missing.
     if rank != Rank::COORDINATOR {
-        waits(&[Rank::COORDINATOR]);
+        waits(Awaited::Ranks(&[Rank::COORDINATOR]));
     }
-    let formed = form(endpoint).await;
-    waits(&[]);
-    let (error, prior) = match formed {
-        Ok(mesh) => return Ok(NextGroup { epoch, members: (0..size).map(Rank).collect(), mesh }),
+    let (error, prior) = match form(endpoint).await {
+        Ok(mesh) => {
+            waits(Awaited::Nothing);
+            return Ok(NextGroup { epoch, members: (0..size).map(Rank).collect(), mesh });
+        }
         Err(FormError::Failed(error)) => return Err(error),
         Err(FormError::Lost { error, prior }) => (error, prior),
     };

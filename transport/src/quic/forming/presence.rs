@@ -7,6 +7,7 @@ use tokio::time::timeout_at;
 
 use super::admission::AdmittedConnection;
 use super::bootstrap::Forming;
+use super::config::Awaited;
 use super::peer_connection::{PeerConnection, first_closed};
 use crate::error::{BootstrapKind, TransportError};
 use crate::quic::network::connection::close_code;
@@ -34,10 +35,11 @@ impl Forming<'_> {
         loop {
             let mut missing = self.others();
             missing.retain(|rank| !control.contains_key(rank));
-            (self.endpoint.config.waits)(&missing);
             if missing.is_empty() {
+                (self.endpoint.config.waits)(Awaited::OthersOf(Rank::COORDINATOR));
                 return Ok((control.into_values().collect(), replaced));
             }
+            (self.endpoint.config.waits)(Awaited::Ranks(&missing));
             if missing.iter().all(|rank| ended.contains_key(rank))
                 && let Some((_, lost)) = ended.pop_first()
             {

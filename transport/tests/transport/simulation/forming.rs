@@ -1,10 +1,16 @@
 //! Ranks are lost while the first group forms: the others, and the ranks that take their places,
 //! form a group all the same.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
+
+use kyklos_transport::quic::{Awaited, QuicConfig, QuicTransport};
+use kyklos_transport::{Group, Rank, TransportError};
 
 use crate::amount::amount;
 use crate::simulation::again::{End, Life, Played, Strike, World, judge, play};
+use crate::simulation::identities::{JOB, identity};
+use crate::simulation::network::{Conditions, Network, address};
 use crate::simulation::rng::Rng;
 
 /// A world of the seed's conditions in which `strikes` happen while the group forms.
@@ -98,4 +104,67 @@ fn whenever_a_rank_is_killed_the_job_finishes() {
         let world = world(seed, ranks, vec![crash(at, rank, Some(rng.within(50..9000)))], starts);
         finish_together(&world, ranks);
     }
+}
+
+/// By rank, what it has said that it waits for.
+static SAID: [Mutex<Vec<String>>; 2] = [const { Mutex::new(Vec::new()) }; 2];
+
+fn says<const RANK: usize>(awaited: Awaited<'_>) {
+    let words = match awaited {
+        Awaited::Ranks(ranks) => {
+            ranks.iter().map(|rank| format!("rank {rank}")).collect::<Vec<_>>().join(" ")
+        }
+        Awaited::OthersOf(rank) => format!("others of {rank}"),
+        Awaited::NextGroup => "the next group".to_owned(),
+        Awaited::Nothing => "nothing".to_owned(),
+    };
+    SAID[RANK].lock().unwrap().push(words);
+}
+
+/// What `rank` has said since the last call, without repetitions.
+fn said(rank: usize) -> Vec<String> {
+    let mut said = std::mem::take(&mut *SAID[rank].lock().unwrap());
+    said.dedup();
+    said
+}
+
+async fn member(network: &Arc<Network>, rank: u32, waits: fn(Awaited<'_>)) -> Result<Group, TransportError> {
+    let mut config = QuicConfig::new(Rank(rank), 2, JOB, address(0), identity(rank));
+    (config.bind, config.port) = (address(rank).ip(), address(rank).port());
+    config.waits = waits;
+    QuicTransport::form_over(config, network.sockets(rank, 1), [rank as u8; 32]).await
+}
+
+#[test]
+fn a_rank_says_what_it_waits_for_and_that_the_group_has_formed_only_if_it_has() {
+    let conditions = Conditions {
+        latency: millis(10),
+        jitter: Duration::ZERO,
+        loss_per_mille: 0,
+        reorder_per_mille: 0,
+        duplicate_per_mille: 0,
+        bytes_per_second: 1 << 30,
+    };
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    runtime.block_on(async {
+        let network = Network::new(1, 2, conditions);
+        let pump = tokio::spawn(Arc::clone(&network).run());
+        let (zero, one) = tokio::join!(member(&network, 0, says::<0>), member(&network, 1, says::<1>));
+        assert_eq!(said(0), ["rank 1", "others of 0", "nothing"]);
+        assert_eq!(said(1), ["rank 0", "others of 0", "nothing"]);
+        for closed in [zero, one].map(|rank| rank.unwrap().close(Duration::from_secs(60))) {
+            closed.await.unwrap();
+        }
+        pump.abort();
+
+        let alone: [(u32, fn(Awaited<'_>), &str); 2] = [(0, says::<0>, "rank 1"), (1, says::<1>, "rank 0")];
+        for (rank, waits, missing) in alone {
+            let network = Network::new(1, 2, conditions);
+            let pump = tokio::spawn(Arc::clone(&network).run());
+            assert!(member(&network, rank, waits).await.is_err());
+            assert_eq!(said(rank as usize), [missing], "the other one does not come");
+            pump.abort();
+        }
+    });
 }

@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use super::advertised::once_each;
 use crate::error::TransportError;
 use crate::quic::forming::bootstrap::Forming;
+use crate::quic::forming::config::Awaited;
 use crate::quic::forming::peer_connection::{AddressTable, PeerConnection};
 use crate::wire::{Candidates, Frame};
 
@@ -39,8 +40,8 @@ impl Forming<'_> {
         from: &mut PeerConnection,
     ) -> Result<AddressTable, TransportError> {
         let mut table = AddressTable::new();
-        // The last of them decides when the table comes.
-        (self.endpoint.config.waits)(&self.others());
+        // The last member decides when the table comes, and only the coordinator knows who is missing.
+        (self.endpoint.config.waits)(Awaited::OthersOf(from.rank));
         while table.len() < self.members.len() {
             match self.next_frame(from).await? {
                 Frame::AddressTable { candidates }

@@ -20,6 +20,7 @@ use self::gather::Attempt;
 use self::unreachable::{REPORT_EXTRA_WAIT, dismiss, report_unreached};
 use super::admission::{GroupStatus, left_out_text};
 use super::bootstrap::Forming;
+use super::config::Awaited;
 use super::endpoint::RankEndpoint;
 use super::peer_connection::Mesh;
 use super::prior_group::PriorGroup;
@@ -62,8 +63,10 @@ pub(crate) async fn regroup(
         dropped: BTreeSet::new(),
     };
     loop {
+        (endpoint.config.waits)(Awaited::NextGroup);
         match regrouping.attempt().await {
             Ok(next) => {
+                (endpoint.config.waits)(Awaited::Nothing);
                 endpoint.admission.close(next.epoch, &next.members);
                 return Ok(next);
             }
