@@ -88,7 +88,9 @@ pub mod variables;
 use kyklos_transport::Group;
 
 pub use self::address::{DEFAULT_PORT, HostPort, parse_advertised};
-pub use self::assignment::{Assignment, is_under_kyklos_launch, may_share_memory, rank_variables};
+pub use self::assignment::{
+    Assignment, is_under_kyklos_launch, local_rank, may_share_memory, rank_variables,
+};
 pub use self::error::{Error, RequestKind, Result};
 pub use self::free_port::free_port;
 pub use self::launchers::{LAUNCHERS, Launcher};

@@ -15,10 +15,12 @@ use kyklos_transport::quic::Awaited;
 use self::line::Happened;
 
 /// From now on the line is drawn, if standard error is a terminal, or told to the `kyklos launch`
-/// that draws the lines of this process.
+/// that draws the lines of this process. Of the processes that another launcher has started on a
+/// host the first one draws its line: they may share a terminal.
 pub(crate) fn show() {
     let is_told = std::env::var_os(TELLS).is_some();
-    if !(is_told || std::io::stderr().is_terminal()) || SHOWN.get().is_some() {
+    let draws = std::io::stderr().is_terminal() && kyklos_launch::local_rank().is_none_or(|rank| rank == 0);
+    if !(is_told || draws) || SHOWN.get().is_some() {
         return;
     }
     let shown = Shown {

@@ -86,6 +86,16 @@ pub fn rank_variables() -> Option<String> {
     (!set.is_empty()).then(|| set.join(" "))
 }
 
+/// The index of this process among those of its host, as the environment of a launcher says it;
+/// `None` without a launcher, or if its variables are wrong.
+pub fn local_rank() -> Option<u32> {
+    local_rank_in(&Variables::of_process())
+}
+
+pub(crate) fn local_rank_in(variables: &Variables<'_>) -> Option<u32> {
+    LAUNCHERS.iter().find_map(|launcher| launcher.source(variables).ok()?.local_rank)
+}
+
 /// Whether `kyklos launch` has started this process.
 pub fn is_under_kyklos_launch() -> bool {
     Variables::of_process().under_kyklos_launch()

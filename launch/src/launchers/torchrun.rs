@@ -63,7 +63,9 @@ fn coordinator(variables: &Variables<'_>) -> Result<Option<Setting<HostPort>>> {
 
 #[cfg(test)]
 mod tests {
+    use crate::assignment::local_rank_in;
     use crate::test_support::{assign, brief};
+    use crate::variables::Variables;
 
     #[test]
     fn torchruns_variables_give_rank_world_and_coordinator() {
@@ -78,6 +80,19 @@ mod tests {
         ] {
             assert_eq!(brief(assign("", variables).unwrap()), expected, "{variables}");
         }
+    }
+
+    #[test]
+    fn each_process_of_a_host_knows_its_index_there() {
+        let local = |table: &[(&str, &str)]| {
+            let look_up =
+                |name: &str| table.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            local_rank_in(&Variables::from_lookup(&look_up))
+        };
+        assert_eq!(local(&[("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")]), Some(1));
+        assert_eq!(local(&[("OMPI_COMM_WORLD_LOCAL_RANK", "1")]), None);
+        assert_eq!(local(&[("RANK", "x"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")]), None);
+        assert_eq!(local(&[]), None);
     }
 
     #[test]
