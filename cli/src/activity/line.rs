@@ -36,9 +36,11 @@ struct OfRank {
 }
 
 impl Happened {
-    /// From now on this process does this.
+    /// From now on this process does this, or still.
     pub(super) fn doing(&mut self, what: &str, now: Duration) {
-        self.doing = Some((what.to_owned(), now));
+        if self.doing.as_ref().is_none_or(|(before, _)| before != what) {
+            self.doing = Some((what.to_owned(), now));
+        }
     }
 
     /// From now on this process does nothing that takes time.
@@ -119,7 +121,7 @@ impl Work {
             let left_s = (all - done) / flops_per_s - now.saturating_sub(self.latest).as_secs_f64();
             words.push(format!("{} left", time(Duration::from_secs_f64(left_s.clamp(0.0, MOST_S)))));
             words.push(speed(flops_per_s));
-        } else {
+        } else if all > 0.0 {
             // A device compiles a kernel when it needs it first.
             words.push("kernels and the first piece of work".to_owned());
         }
@@ -167,9 +169,12 @@ fn joined<'a>(rank: u32, line: &str, others: impl ExactSizeIterator<Item = (&'a 
     let more = others.len().saturating_sub(MOST_RANKS);
     let mut words = vec![format!("[{rank}] {}", line.chars().take(MOST_CHARS).collect::<String>())];
     for (rank, line) in others.take(MOST_RANKS) {
-        let first = line.split(", ").next().unwrap_or_default();
-        let share = first.rsplit("] ").next().unwrap_or_default();
-        words.push(format!("[{rank}] {share}"));
+        // The share behind a bar, or what the process does, without its time.
+        let said = match line.split_once("] ") {
+            Some((bar, rest)) if bar.starts_with('[') => rest.split(", ").next().unwrap_or_default(),
+            _ => line.rsplit_once(", ").map_or(&line[..], |(what, _)| what),
+        };
+        words.push(format!("[{rank}] {said}"));
     }
     if more > 0 {
         words.push(format!("{more} more"));
@@ -236,6 +241,7 @@ mod tests {
         assert_eq!(happened.line(s(3)), None);
         happened.doing("making random tensors", s(1));
         assert_eq!(happened.line(s(1)).unwrap(), "making random tensors, 0 s");
+        happened.doing("making random tensors", s(40));
         assert_eq!(happened.line(s(76)).unwrap(), "making random tensors, 1 min 15 s");
         happened.ends();
         assert_eq!(happened.line(s(77)), None);
@@ -295,8 +301,8 @@ mod tests {
         happened.process_says(0, line);
         assert_eq!(happened.line(s(1)).unwrap(), format!("[0] {line}"));
         happened.process_says(1, "[########------------] 41 %, 5 s");
-        happened.process_says(2, "making random tensors, 3 s");
-        let whole = format!("[0] {line}; [1] 41 %; [2] making random tensors");
+        happened.process_says(2, "waiting for ranks 0, 3 to join the group, 3 s");
+        let whole = format!("[0] {line}; [1] 41 %; [2] waiting for ranks 0, 3 to join the group");
         assert_eq!(happened.line(s(1)).unwrap(), whole);
         for rank in 3..9 {
             happened.process_says(rank, "[] 1 %, 5 s");
@@ -313,6 +319,6 @@ mod tests {
         let mut happened = Happened::default();
         happened.joins(0, vec![0.0], 1, s(0));
         happened.step(0, String::new(), s(0));
-        assert!(happened.line(s(1)).unwrap().contains("100 %"));
+        assert_eq!(happened.line(s(1)).unwrap(), "[####################] 100 %, 1 s");
     }
 }

@@ -203,6 +203,7 @@ impl LoweredPlan {
         let plan =
             |plan: &Plan| size_of_val(&plan.steps[..]) + plan.buffers.iter().map(buffer).sum::<usize>();
         self.works.iter().flatten().map(work).sum::<usize>()
+            + self.shares.iter().map(|shares| size_of_val(&shares[..])).sum::<usize>()
             + self.plans.set().plans.iter().map(plan).sum::<usize>()
     }
 
