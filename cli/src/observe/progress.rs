@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kyklos::plan::PlanSet;
-use kyklos::simulate::pairs_of_ranks;
+use kyklos::simulate::pairs_of_rank;
 use kyklos::{Clock, Observer, RankReport};
 use kyklos_transport::Rank;
 
@@ -42,8 +42,7 @@ impl Watch {
             return;
         }
         let flops = |set: &PlanSet, products: f64| {
-            let pairs = pairs_of_ranks(set).get(rank.0 as usize).copied().unwrap_or(0.0);
-            2.0 * products * f64::from(set.problem.head_dim) * pairs
+            2.0 * products * f64::from(set.problem.head_dim) * pairs_of_rank(set, rank)
         };
         let backward = backward.map(|set| flops(set, BACKWARD_PRODUCTS));
         let passes = [Some(flops(forward, FORWARD_PRODUCTS)), backward];

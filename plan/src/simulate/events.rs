@@ -3,6 +3,8 @@
 
 use std::ops::Range;
 
+use kyklos_rank::Rank;
+
 use super::cluster::Cluster;
 use super::program::Message;
 use super::work::WorkCounter;
@@ -80,6 +82,15 @@ pub fn pairs_of_ranks(set: &PlanSet) -> Vec<f64> {
     set.plans.iter().map(|plan| counter.count_plan(set, plan).0).collect()
 }
 
+/// [`pairs_of_ranks`] of one rank, without the work for the others.
+///
+/// # Panics
+///
+/// If the plans have no such rank.
+pub fn pairs_of_rank(set: &PlanSet, rank: Rank) -> f64 {
+    WorkCounter::default().count_plan(set, set.plan(rank)).0
+}
+
 impl Cluster {
     /// The kind of a device, and its bytes for plan buffers where the description has them; devices
     /// are counted over the cluster from 0.
@@ -125,6 +136,8 @@ mod tests {
                 events.messages.iter().filter(|message| message.from == rank).map(|m| m.bytes).sum();
             assert_eq!(sent, predicted.bytes_sent);
             assert!((pairs_of_ranks(&set)[rank] - predicted.pairs).abs() < 1e-6);
+            let of_one = pairs_of_rank(&set, Rank(u32::try_from(rank).unwrap()));
+            assert!((of_one - predicted.pairs).abs() < 1e-6, "{of_one} {}", predicted.pairs);
         }
         let waits = || events.work.iter().filter(|work| work.activity == Activity::Wait);
         assert!(waits().count() > 0 && waits().all(|wait| wait.peer == Some(1 - wait.rank)));

@@ -34,7 +34,7 @@ pub use describe::{
     AttentionRate, Between, Description, DeviceCount, DeviceDescription, Duplex, HostDescription,
     LinkDescription, MemoryKind,
 };
-pub use events::{Activity, PredictedEvents, PredictedMessage, PredictedWork, pairs_of_ranks};
+pub use events::{Activity, PredictedEvents, PredictedMessage, PredictedWork, pairs_of_rank, pairs_of_ranks};
 pub use large::{predict, predict_backward, predict_placed};
 pub use prediction::{LinkPrediction, Prediction, RankPrediction};
 pub use shares::{Shares, visible_pairs, work_of};
