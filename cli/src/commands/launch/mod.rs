@@ -3,9 +3,10 @@
 
 mod ended;
 mod job;
+mod pass_on;
 
 use std::collections::BTreeMap;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, Write};
 use std::net::Ipv4Addr;
 use std::num::NonZeroU32;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
@@ -16,15 +17,16 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use kyklos_launch::variables::{JOB_ID, LAUNCH};
+use kyklos_transport::Rank;
 use kyklos_transport::quic::{ClusterAuthority, JobId};
-use kyklos_transport::{Rank, harmless};
 
 use self::ended::Ended;
 use self::job::Job;
+use self::pass_on::pass_on;
 use crate::activity;
 use crate::failure::{Failure, Result, answer_with_error, has_answered, note};
 use crate::group::identity_on_stdin;
-use crate::interrupt::{self, LAST_LINE};
+use crate::interrupt;
 use crate::options::OnLoss;
 
 /// Number of processes and their command.
@@ -326,38 +328,6 @@ impl Running {
 impl Drop for Children {
     fn drop(&mut self) {
         self.end_all();
-    }
-}
-
-/// Copies lines until the other side closes. Keeps reading when writing fails, so that the process
-/// does not block. Returns whether there was [`LAST_LINE`], which is not copied.
-fn pass_on(rank: u32, from: impl Read, mut to: impl Write, prefix: impl Fn(&[u8]) -> String) -> bool {
-    let mut from = BufReader::new(from);
-    let mut line = Vec::new();
-    let mut last = false;
-    loop {
-        line.clear();
-        match from.read_until(b'\n', &mut line) {
-            Ok(0) | Err(_) => return last,
-            Ok(_) => {
-                // A line of a driver may have no end.
-                if line.ends_with(LAST_LINE) {
-                    last = true;
-                    line.truncate(line.len() - LAST_LINE.len());
-                    if line.is_empty() {
-                        continue;
-                    }
-                }
-                if let Some(does) = line.strip_prefix(activity::LINE) {
-                    activity::process_says(rank, &harmless(String::from_utf8_lossy(does).trim_end()));
-                    continue;
-                }
-                let mut whole = prefix(&line).into_bytes();
-                whole.extend_from_slice(&line);
-                // One call, so that lines of several ranks do not mix.
-                let _ = activity::aside(|| to.write_all(&whole).and_then(|()| to.flush()));
-            }
-        }
     }
 }
 
