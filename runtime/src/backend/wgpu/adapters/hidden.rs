@@ -33,18 +33,25 @@ fn ask() -> Option<String> {
     words(&left_out(all, &listed))
 }
 
-/// Those of `all` that are not among `listed`; of equal ones as many as are missing.
+/// Those of `all` that are not among `listed`; of equal ones as many as are missing. A GPU that is
+/// listed through another API is not left out: on Windows DX12 offers the GPU of dzn.
 fn left_out(all: Vec<AdapterInfo>, listed: &[AdapterInfo]) -> Vec<AdapterInfo> {
+    let is_offered = |info: &AdapterInfo| {
+        let through_another = |other: &AdapterInfo| {
+            other.backend != info.backend && (other.vendor, other.device) == (info.vendor, info.device)
+        };
+        info.vendor != 0 && listed.iter().any(through_another)
+    };
     let key = |info: &AdapterInfo| {
         let AdapterInfo { name, vendor, device, driver, driver_info, backend, .. } = info.clone();
         (name, vendor, device, driver, driver_info, backend)
     };
-    let mut listed: Vec<_> = listed.iter().map(key).collect();
+    let mut keys: Vec<_> = listed.iter().map(key).collect();
     let mut is_listed = |info: &AdapterInfo| {
-        let place = listed.iter().position(|other| *other == key(info));
-        place.map(|place| listed.swap_remove(place)).is_some()
+        let place = keys.iter().position(|other| *other == key(info));
+        place.map(|place| keys.swap_remove(place)).is_some()
     };
-    all.into_iter().filter(|info| !is_listed(info)).collect()
+    all.into_iter().filter(|info| !is_listed(info) && !is_offered(info)).collect()
 }
 
 fn words(hidden: &[AdapterInfo]) -> Option<String> {
@@ -82,6 +89,18 @@ mod tests {
         assert_eq!(left_out(all(), &[llvmpipe.clone(), dzn.clone()]), from_ref(&dzn));
         assert!(left_out(all(), &all()).is_empty());
         assert!(left_out(Vec::new(), &all()).is_empty());
+    }
+
+    #[test]
+    fn a_gpu_that_another_api_offers_is_not_left_out() {
+        let of = |vendor, device, info: AdapterInfo| AdapterInfo { vendor, device, ..info };
+        let dx12 = AdapterInfo::new(wgpu::DeviceType::DiscreteGpu, wgpu::Backend::Dx12);
+        let dzn = || adapter("Direct3D12 (GPU)", "Dozen");
+        assert!(left_out(vec![of(7, 1, dzn())], &[of(7, 1, dx12.clone())]).is_empty());
+        let other = of(7, 2, dzn());
+        assert_eq!(left_out(vec![other.clone()], &[of(7, 1, dx12.clone())]), [other]);
+        // Numbers that the driver does not tell say nothing.
+        assert_eq!(left_out(vec![dzn()], &[dx12]), [dzn()]);
     }
 
     #[test]
