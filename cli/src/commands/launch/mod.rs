@@ -338,7 +338,7 @@ const SURVIVORS: Duration = Duration::from_secs(30);
 const INTERRUPTED: Duration = Duration::from_secs(3);
 /// Time after an interruption in which this process ends, whatever it waits for: more than
 /// [`INTERRUPTED`], and what comes after that.
-const LAST_RESORT: Duration = Duration::from_secs(8);
+const LAST_RESORT: Duration = Duration::from_secs(15);
 /// Most restarts of one rank.
 const MOST_RESTARTS: u32 = 3;
 /// Interval between checks of the processes.
