@@ -158,7 +158,8 @@ fn a_rank_says_what_it_waits_for_and_that_the_group_has_formed_only_if_it_has() 
         }
         pump.abort();
 
-        let alone: [(u32, fn(Awaited<'_>), &str); 2] = [(0, says::<0>, "rank 1"), (1, says::<1>, "rank 0")];
+        type Waits = fn(Awaited<'_>);
+        let alone = [(0, says::<0> as Waits, "rank 1"), (1, says::<1> as Waits, "rank 0")];
         for (rank, waits, missing) in alone {
             let network = Network::new(1, 2, conditions);
             let pump = tokio::spawn(Arc::clone(&network).run());

@@ -154,7 +154,9 @@ impl<'a> Call<'a> {
         // wherever it is cut. A fixed order has its own, few keys.
         let at_once = match self.args.fixed_order {
             true => STRETCH_KEYS,
-            false => self.backend.pace.grain.keys_at_once(Pace::flops_per_key(&self.kernel), u64::MAX, kv_cols),
+            false => {
+                self.backend.pace.grain.keys_at_once(Pace::flops_per_key(&self.kernel), u64::MAX, kv_cols)
+            }
         };
         let most = whole_tiles(keys.min(STRETCH_KEYS).min(at_once), kv_cols);
         let keys = self.args.work.kv_positions.len();

@@ -271,7 +271,11 @@ mod tests {
                 let times = run(gpu, call, trouble);
                 let of = format!("{gpu:?}, {call:?}, {trouble:?}: {times:?}");
                 let items = (call.heads * call.tiles) as u64;
-                let fill = Grain::new(gpu.class).busy_groups.min(if (call.loops == Loops::Decode) { u64::MAX } else { items });
+                let fill = Grain::new(gpu.class).busy_groups.min(if call.loops == Loops::Decode {
+                    u64::MAX
+                } else {
+                    items
+                });
                 assert!(times.fewest_groups >= fill, "{of}");
                 assert!(times.total_s <= 1.3 * times.ideal_s, "{of}");
                 assert!(times.longest_s <= 0.5, "{of}");
