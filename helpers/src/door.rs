@@ -200,9 +200,14 @@ impl Knock {
         let until = Instant::now() + if also.is_empty() { patience } else { Duration::ZERO };
         let (host, port) =
             host_and_port(place).ok_or_else(|| unknown("it is no host and port".to_owned()))?;
-        let addresses = match look_up(host, port, until, |_| {}) {
+        let mut resolver_said = None;
+        let addresses = match look_up(host, port, until, |why| resolver_said = Some(why.to_owned())) {
             Ok(resolved) => [also, &resolved].concat(),
-            Err(why) if also.is_empty() => return Err(unknown(why)),
+            // Without the time that it took: helpers try again and again, and tell the same error once.
+            Err(why) if also.is_empty() => {
+                let said = resolver_said.map(|said| format!("the name has no address ({said})"));
+                return Err(unknown(said.unwrap_or(why)));
+            }
             Err(_) => also.to_vec(),
         };
         let Some(&first) = addresses.first() else { return Err(unknown("it has no address".to_owned())) };

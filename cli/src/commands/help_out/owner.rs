@@ -40,7 +40,8 @@ impl Owner {
     /// # Errors
     /// For a token that the owner does not take.
     pub(super) fn enter(&mut self) -> Result<Group> {
-        let mut search: Option<OwnerSearch> = None;
+        // A name without an address is looked up for long: the owner may be found before that.
+        let mut search = if self.is_resolved() { None } else { self.begin_search() };
         let mut is_told = false;
         loop {
             let given = self.given();
@@ -61,27 +62,32 @@ impl Owner {
                 is_told = true;
             }
             match &mut search {
-                None => {
-                    search = OwnerSearch::new();
-                    let until = Instant::now() + LOOK;
-                    while let Some(search) = &mut search
-                        && self.found(search).is_empty()
-                        && Instant::now() < until
-                    {
-                        search.look(STEP);
-                    }
-                }
+                None => search = self.begin_search(),
                 Some(_) => std::thread::sleep(PAUSE),
             }
         }
     }
 
+    /// Searches the local network, at first until the owner is found there, or for [`LOOK`].
+    fn begin_search(&self) -> Option<OwnerSearch> {
+        let mut search = OwnerSearch::new()?;
+        let until = Instant::now() + LOOK;
+        while self.found(&mut search).is_empty() && Instant::now() < until {
+            search.look(STEP);
+        }
+        Some(search)
+    }
+
+    /// Whether the place of the owner, as the user knows it, has an address.
+    fn is_resolved(&self) -> bool {
+        self.given_place().to_socket_addrs().is_ok_and(|mut addresses| addresses.next().is_some())
+    }
+
     /// What this helper waits for, in words that know of no ranks.
     fn waiting(&self, error: &Error) -> String {
         let place = self.given_place();
-        let is_resolved = place.to_socket_addrs().is_ok_and(|mut addresses| addresses.next().is_some());
         let why = match error {
-            _ if !is_resolved => {
+            _ if !self.is_resolved() => {
                 "its name has no address yet: if it gets none, write one with --address".to_owned()
             }
             Error::Transport(error) if error.bootstrap_kind() == BootstrapKind::Other => format!(
