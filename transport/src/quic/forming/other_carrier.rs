@@ -63,7 +63,7 @@ async fn refuse_all_udp(config: &QuicConfig, admission: &Admission, text: &str, 
             && let Ok(Ok(connection)) = timeout(CLOSE_TIMEOUT, connecting).await
         {
             connection.close(close_code::REJECTED, text.as_bytes());
-            let proven = tls::proven_claims(&connection).is_ok();
+            let proven = tls::proven_claims(&connection).is_ok_and(|claims| claims.job == config.job);
             let refusal = AdmissionRefusal { proven, ..AdmissionRefusal::of_stranger(words) };
             admission.note_refusal(connection.remote_address().ip(), &refusal);
         }

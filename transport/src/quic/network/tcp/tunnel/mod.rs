@@ -227,15 +227,20 @@ async fn connect(from: SocketAddr, to: SocketAddr) -> io::Result<TcpStream> {
     socket.connect(to).await
 }
 
-/// Refuses every TCP stream to the address with a text, and notes from where it came. Returns at
-/// once if the port is not free.
+/// Refuses every TCP stream to the address with a text, and notes from where ranks came: whatever
+/// else connects sends no packet first. Returns at once if the port is not free.
 pub(crate) async fn refuse_all(address: SocketAddr, text: &str, note: impl Fn(IpAddr)) {
     let Ok(listener) = TcpListener::bind(address).await else { return };
     loop {
         match listener.accept().await {
             Ok((mut stream, from)) => {
-                note(from.ip());
                 let said = async {
+                    // Before the refusal: a rank sends nothing after it.
+                    let mut start = [0; 3];
+                    let is_rank = timeout(ACCEPT_PAUSE, stream.read_exact(&mut start)).await;
+                    if matches!(is_rank, Ok(Ok(_))) && begins_handshake(start) {
+                        note(from.ip());
+                    }
                     stream.write_all(&[0, 0]).await?;
                     stream.write_all(text.as_bytes()).await?;
                     stream.shutdown().await?;
@@ -243,11 +248,18 @@ pub(crate) async fn refuse_all(address: SocketAddr, text: &str, note: impl Fn(Ip
                     // cannot read this refusal.
                     stream.read(&mut [0; 4096]).await
                 };
-                let _ = timeout(ACCEPT_PAUSE, said).await;
+                let _ = timeout(2 * ACCEPT_PAUSE, said).await;
             }
             Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
         }
     }
+}
+
+/// Whether a stream begins with the length of QUIC's first packet, which is at least 1200 bytes
+/// (RFC 9000, 14.1), and with the bits of a long header.
+fn begins_handshake([low, high, first]: [u8; 3]) -> bool {
+    let length = usize::from(u16::from_le_bytes([low, high]));
+    (1200..=STRANGER_PACKET_BYTES).contains(&length) && first & 0xc0 == 0xc0
 }
 
 impl AsyncUdpSocket for Tunnel {

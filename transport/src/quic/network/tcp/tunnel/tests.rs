@@ -91,3 +91,32 @@ fn a_stranger_that_reads_nothing_is_given_up_in_the_middle_of_its_handshake() {
         assert!(took >= STRANGER_TIMEOUT && took < LATEST.saturating_sub(STRANGER_TIMEOUT), "{took:?}");
     });
 }
+
+/// A scanner is none, and what speaks another protocol.
+#[test]
+fn only_a_stream_that_begins_with_a_first_packet_counts_as_a_rank_over_the_other_carrier() {
+    run(async {
+        let address = std::net::TcpListener::bind(local()).unwrap().local_addr().unwrap();
+        let (came, mut noted) = mpsc::unbounded_channel();
+        let refusing = refuse_all(address, "no", |from| came.send(from).unwrap());
+        let streams = async {
+            let mut answers = Vec::new();
+            for start in
+                [&b"GET / HTTP/1.1"[..], &[0xff, 0xff, 0xc0], &[0xb0, 0x04, 0x40], &[0xb0, 0x04, 0xc3]]
+            {
+                let mut stream = TcpStream::connect(address).await.unwrap();
+                stream.write_all(start).await.unwrap();
+                let mut answer = Vec::new();
+                stream.read_to_end(&mut answer).await.unwrap();
+                answers.push((answer, noted.try_recv().is_ok()));
+            }
+            answers
+        };
+        let answers = tokio::select! {
+            () = refusing => panic!("the port is taken"),
+            answers = streams => answers,
+        };
+        let no = b"\0\0no".to_vec();
+        assert_eq!(answers, [(no.clone(), false), (no.clone(), false), (no.clone(), false), (no, true)]);
+    });
+}
