@@ -30,7 +30,7 @@ fn reports_of_unreached_ranks_are_bounded_and_name_no_rank_that_the_member_does_
     let honest = [0, 1].map(|rank| connect(job.config(rank, WORLD)));
     runtime.block_on(async {
         let member = Member::come(&job, WORLD).await;
-        let peers = vec![Rank(77), HOSTILE, Rank(1), Rank(u32::MAX)];
+        let peers = [vec![Rank(77), HOSTILE, Rank(u32::MAX)], vec![Rank(1); 100]].concat();
         member.control.say(&framed(&[Frame::Unreached { peers }])).await;
         // Until the time is up.
         member.control.connection.closed().await;
@@ -38,5 +38,25 @@ fn reports_of_unreached_ranks_are_bounded_and_name_no_rank_that_the_member_does_
     for error in honest.map(|rank| rank.join().unwrap().unwrap_err().to_string()) {
         assert!(error.contains("rank 2 did not reach rank 1 at 127.0.0.1:"), "{error}");
         assert!(!error.contains("rank 77") && !error.contains("more"), "{error}");
+    }
+}
+
+#[test]
+fn a_report_does_not_hide_an_error_that_has_another_cause() {
+    let _alone = alone();
+    let job = Job::new();
+    let honest = [0, 1].map(|rank| connect(job.config(rank, WORLD)));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let member = Member::come(&job, WORLD).await;
+        // Long before the deadline: a report, and a frame that has no place here.
+        let frames = [Frame::Unreached { peers: vec![Rank(1)] }, Frame::Start];
+        member.control.say(&framed(&frames)).await;
+        member.control.connection.closed().await;
+    });
+    for error in honest.map(|rank| rank.join().unwrap().unwrap_err().to_string()) {
+        assert!(error.contains("rank 2 sent Start instead of Meshed"), "{error}");
+        assert!(error.contains("rank 2 has had no answer from rank 1 at 127.0.0.1:"), "{error}");
+        assert!(!error.contains("within") && !error.contains("let UDP through"), "{error}");
     }
 }

@@ -152,16 +152,16 @@ impl<'a> Forming<'a> {
         let dial_purpose = DialPurpose::control(self.epoch);
         let dialled = self
             .endpoint
-            .dial_until_answered(Rank::COORDINATOR, &coordinator, dial_purpose, self.deadline)
+            .dial_until_answered(Rank::COORDINATOR, &coordinator, dial_purpose, self.deadline, || {})
             .await;
         // Rank 0 has been lost, and forms the next group already.
         if let Err(DialError::Rejected(RejectCode::Busy, _)) = dialled {
             self.lost = Some(LostRank { rank: Rank::COORDINATOR, is_silent: false });
         }
         let (mut control, _) = dialled?;
-        // Rank 0 reports which ranks are missing, and why. So waiting for that report is better than an
-        // earlier error.
-        self.deadline += MEMBER_EXTRA_WAIT;
+        // Rank 0 reports which ranks are missing or do not reach each other, and why. So waiting for that
+        // report is better than an earlier error. Rank 0 itself waits for a last attempt.
+        self.deadline += self.endpoint.timing.dial + MEMBER_EXTRA_WAIT;
         let connection = control.connection.clone();
         let meshed = async {
             let table = self.hear_table(&mut control).await?;

@@ -126,14 +126,15 @@ impl DialError {
 
 impl RankEndpoint {
     /// Dials until there is an answer or the deadline passes: others may start later, and packets
-    /// may be lost. Returns the connection, and the ports of the other's lanes beside the
-    /// first.
+    /// may be lost. Calls `on_busy` whenever the rank takes no handshake now. Returns the
+    /// connection, and the ports of the other's lanes beside the first.
     pub(crate) async fn dial_until_answered(
         &self,
         rank: Rank,
         addresses: &[SocketAddr],
         dial_purpose: DialPurpose,
         deadline: Instant,
+        on_busy: impl Fn(),
     ) -> Result<(PeerConnection, Vec<u16>), DialError> {
         let (mut busy, mut wrong) = (false, None);
         loop {
@@ -142,6 +143,7 @@ impl RankEndpoint {
                 Ok(Err(DialError::NoAnswer { elsewhere })) => wrong = elsewhere.or(wrong),
                 Ok(Err(DialError::Busy)) => {
                     busy = true;
+                    on_busy();
                     // Its places become free when strangers' handshakes end.
                     let _ = timeout_at(deadline, sleep(BUSY_PAUSE)).await;
                 }
@@ -168,7 +170,7 @@ impl RankEndpoint {
         // Both have reached rank 0, so both are running.
         let between = matches!(purpose, Purpose::Data | Purpose::Lane);
         let who = match between {
-            true => unreached_text(*me, rank, addresses),
+            true => unreached_text(*me, rank, addresses, 1),
             false => format!("rank {rank} did not answer at {}", listed(addresses)),
         };
         let small = self.too_small(addresses).filter(|_| !busy);

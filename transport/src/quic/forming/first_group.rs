@@ -71,7 +71,8 @@ pub(crate) async fn report_bad_identity(endpoint: &RankEndpoint) {
     }
     let deadline = Instant::now() + config.connect_deadline.min(BAD_IDENTITY_TIMEOUT);
     let (coordinator, dial_purpose) = (config.coordinator_candidates(), DialPurpose::control(config.epoch));
-    let _ = endpoint.dial_until_answered(Rank::COORDINATOR, &coordinator, dial_purpose, deadline).await;
+    let _ =
+        endpoint.dial_until_answered(Rank::COORDINATOR, &coordinator, dial_purpose, deadline, || {}).await;
     endpoint.part(&TransportError::bootstrap("its identity does not fit")).await;
 }
 

@@ -73,14 +73,24 @@ impl fmt::Display for Refusals {
     }
 }
 
-/// A rank that another one dials in vain, and where.
-pub(crate) fn unreached_text(from: Rank, to: Rank, addresses: &[SocketAddr]) -> String {
-    let at = if addresses.is_empty() { String::new() } else { format!(" at {}", listed(addresses)) };
-    format!("rank {from} did not reach rank {to}{at}")
+/// A rank that another one dials in vain, and where: the address of its first lane.
+pub(crate) fn unreached_text(from: Rank, to: Rank, addresses: &[SocketAddr], lanes: usize) -> String {
+    let some = if lanes > 1 { "at least one lane of " } else { "" };
+    format!("rank {from} did not reach {some}rank {to}{}", at_text(addresses))
+}
+
+/// Where a rank is, in few bytes; empty without an address.
+pub(crate) fn at_text(addresses: &[SocketAddr]) -> String {
+    let (first, more) = addresses.split_at(addresses.len().min(MAX_ADDRESSES));
+    let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
+    if first.is_empty() { String::new() } else { format!(" at {}{more}", listed(first)) }
 }
 
 /// What to do then, behind the carrier.
 pub(crate) const UNREACHED_REMEDY: &str = "between their hosts, or let the rank that is dialled say an address that the other one can reach (advertise)";
+
+/// Addresses of a rank that are shown.
+const MAX_ADDRESSES: usize = 2;
 
 /// Reasons of members that are kept.
 const MAX_MEMBERS: usize = 4;

@@ -64,14 +64,19 @@ fn survivors_continue_without_one_rank_of_a_pair_that_cannot_reach_each_other() 
 /// What every rank says of a first group that cannot form because of `cut`, with ranks that start
 /// at these times (ms).
 fn refused_while_forming(cut: Cut, starts: &[u64], profile: LinkProfile) -> Vec<String> {
+    refused_from(Duration::ZERO, cut, starts, profile)
+}
+
+/// The same of a cut at this time; empty where the group has formed before.
+fn refused_from(at: Duration, cut: Cut, starts: &[u64], profile: LinkProfile) -> Vec<String> {
     let starts: Vec<Duration> = starts.iter().copied().map(Duration::from_millis).collect();
     let mut world =
         drawn::World { ranks: starts.len() as u32, starts, fault: None, profile, ..drawn::World::draw(1) };
     (world.conditions.latency, world.conditions.loss_per_mille) = (Duration::from_millis(20), 0);
-    let secret = Secret { cut: Some((Duration::ZERO, cut)), sabotage: None };
+    let secret = Secret { cut: Some((at, cut)), sabotage: None };
     let played = first::play(&world, &secret);
-    let formed = |log: &Log| log.calls[0].result.as_ref().expect_err("the group has formed").to_string();
-    played.logs.iter().map(formed).collect()
+    let said = |log: &Log| log.calls[0].result.as_ref().map_or_else(ToString::to_string, |_| String::new());
+    played.logs.iter().map(said).collect()
 }
 
 /// Whoever starts last, and whichever of the ranks comes to its deadline first.
@@ -106,6 +111,34 @@ fn every_rank_names_the_pair_that_keeps_the_first_group_from_forming() {
             }
         }
     }
+}
+
+/// A rank that has all its connections waits for the start as long as rank 0 waits for the last
+/// reports.
+#[test]
+fn no_rank_that_is_ready_gives_up_before_the_pair_of_a_late_rank_is_known() {
+    for (profile, late) in [(LinkProfile::Lan, 19_600), (LinkProfile::Wan, 59_600)] {
+        let texts = refused_while_forming(Cut::between(2, 3, false), &[0, 0, 0, late], profile);
+        for (rank, text) in texts.iter().enumerate() {
+            assert!(text.contains("rank 3 did not reach rank 2 at 10.0.0.3:7000"), "rank {rank}: {text}");
+            assert!(!text.contains("gave up"), "rank {rank}: {text}");
+        }
+    }
+}
+
+/// They are lost, and no firewall is to blame.
+#[test]
+fn two_ranks_that_fall_silent_at_once_while_the_group_forms_are_no_pairs() {
+    let mut named = 0;
+    for at in (20..400).step_by(20).map(Duration::from_millis) {
+        let texts = refused_from(at, Cut::around(&[1, 2], 5, false), &[0; 5], LinkProfile::Lan);
+        for rank in [0, 3, 4] {
+            let text = &texts[rank];
+            assert!(!text.contains("did not reach"), "{at:?}, rank {rank}: {text}");
+            named += u32::from(text.contains("was lost"));
+        }
+    }
+    assert!(named > 4, "{named}");
 }
 
 #[test]

@@ -16,7 +16,8 @@ pub(super) struct Dials<'a> {
     endpoint: &'a RankEndpoint,
     epoch: u32,
     deadline: Instant,
-    /// Ranks that have not answered on all lanes, since when they are dialled, and where.
+    /// Ranks that have not answered on all lanes, since when they are dialled or were heard last, and
+    /// where.
     open: Mutex<BTreeMap<Rank, (Instant, Vec<SocketAddr>)>>,
 }
 
@@ -36,7 +37,8 @@ impl<'a> Dials<'a> {
         addresses: &[SocketAddr],
     ) -> Result<Vec<PeerConnection>, TransportError> {
         let dial = async |addresses: &[SocketAddr], purpose| {
-            self.endpoint.dial_until_answered(rank, addresses, purpose, self.deadline).await
+            let on_busy = || self.heard(rank);
+            self.endpoint.dial_until_answered(rank, addresses, purpose, self.deadline, on_busy).await
         };
         self.open().insert(rank, (Instant::now(), addresses.to_vec()));
         let (joined, lane_ports) = dial(addresses, DialPurpose::data(self.epoch)).await?;
@@ -47,6 +49,13 @@ impl<'a> Dials<'a> {
         }
         self.open().remove(&rank);
         Ok(data)
+    }
+
+    /// The rank answers, though it takes no handshake now: it is not late.
+    fn heard(&self, rank: Rank) {
+        if let Some((since, _)) = self.open().get_mut(&rank) {
+            *since = Instant::now();
+        }
     }
 
     /// After so long without an answer a rank is late: a quarter of an attempt.

@@ -167,9 +167,9 @@ impl Forming<'_> {
                 Ok(None) => return Err(TransportError::bootstrap("the endpoint has been closed")),
                 Err(_) => {
                     let me = self.endpoint.config.rank;
-                    let pairs = missing.iter().map(|&from| (from, me)).collect();
+                    let pairs: Vec<_> = missing.iter().map(|&from| (from, me)).collect();
                     let (refusals, kind) = self.endpoint.admission.refusals();
-                    let error = kind.error(self.pairs_text(pairs) + &refusals);
+                    let error = kind.error(self.pairs_text(&pairs) + &refusals);
                     self.unreached = missing;
                     return Err(error);
                 }
