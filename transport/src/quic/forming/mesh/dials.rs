@@ -16,8 +16,8 @@ pub(super) struct Dials<'a> {
     endpoint: &'a RankEndpoint,
     epoch: u32,
     deadline: Instant,
-    /// Ranks that have not answered on all lanes, since when they are dialled or were heard last, and
-    /// where.
+    /// Ranks that have not answered on all lanes, since when they are dialled or were heard last,
+    /// and where.
     open: Mutex<BTreeMap<Rank, (Instant, Vec<SocketAddr>)>>,
 }
 
