@@ -336,8 +336,8 @@ impl Drop for Children {
 const SURVIVORS: Duration = Duration::from_secs(30);
 /// Time for all processes to end after an interruption.
 const INTERRUPTED: Duration = Duration::from_secs(3);
-/// Time after an interruption in which this process ends, whatever it waits for: more than
-/// [`INTERRUPTED`], and what comes after that.
+/// Longest time from an interruption to the end of this process. Longer than [`INTERRUPTED`] and
+/// the reaping of killed ranks after it.
 const LAST_RESORT: Duration = Duration::from_secs(15);
 /// Most restarts of one rank.
 const MOST_RESTARTS: u32 = 3;

@@ -65,7 +65,7 @@ fn words(hidden: &[AdapterInfo]) -> Option<String> {
     }
     Some(format!(
         "{} is left out, because its Vulkan driver does not claim to conform to Vulkan: {SHOW}=1 in the environment \
-         lets wgpu use it, and kyklos attend --verify compares its results with those of the CPU",
+         lets wgpu use it; compare its results with those of the CPU before you trust them",
         names.join(", ")
     ))
 }
