@@ -21,7 +21,7 @@ use quinn::udp::{RecvMeta, Transmit};
 use quinn::{AsyncUdpSocket, UdpPoller};
 #[cfg(any(target_os = "linux", target_os = "android"))]
 use socket2::SockRef;
-use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::{mpsc, watch};
@@ -233,26 +233,32 @@ pub(crate) async fn refuse_all(address: SocketAddr, text: &str, note: impl Fn(Ip
     let Ok(listener) = TcpListener::bind(address).await else { return };
     loop {
         match listener.accept().await {
-            Ok((mut stream, from)) => {
-                let said = async {
-                    // Before the refusal: a rank sends nothing after it.
-                    let mut start = [0; 3];
-                    let is_rank = timeout(ACCEPT_PAUSE, stream.read_exact(&mut start)).await;
-                    if matches!(is_rank, Ok(Ok(_))) && begins_handshake(start) {
-                        note(from.ip());
-                    }
-                    stream.write_all(&[0, 0]).await?;
-                    stream.write_all(text.as_bytes()).await?;
-                    stream.shutdown().await?;
-                    // This side must read the bytes that the other side has sent. Otherwise the other side
-                    // cannot read this refusal.
-                    stream.read(&mut [0; 4096]).await
-                };
-                let _ = timeout(2 * ACCEPT_PAUSE, said).await;
+            Ok((stream, from)) => {
+                let _ = timeout(2 * ACCEPT_PAUSE, refuse(stream, text, || note(from.ip()))).await;
             }
             Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
         }
     }
+}
+
+async fn refuse(
+    mut stream: impl AsyncRead + AsyncWrite + Unpin,
+    text: &str,
+    note: impl Fn(),
+) -> io::Result<()> {
+    // Before the refusal: a rank sends nothing after it.
+    let mut start = [0; 3];
+    let is_rank = timeout(ACCEPT_PAUSE, stream.read_exact(&mut start)).await;
+    if matches!(is_rank, Ok(Ok(_))) && begins_handshake(start) {
+        note();
+    }
+    stream.write_all(&[0, 0]).await?;
+    stream.write_all(text.as_bytes()).await?;
+    stream.shutdown().await?;
+    // This side must read the bytes that the other side has sent. Otherwise the other side cannot
+    // read this refusal.
+    stream.read(&mut [0; 4096]).await?;
+    Ok(())
 }
 
 /// Whether a stream begins with the length of QUIC's first packet, which is at least 1200 bytes
