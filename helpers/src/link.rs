@@ -28,6 +28,7 @@ pub(crate) struct Link {
     pub(crate) speeds: HashMap<Asked, Option<DeviceSpeed>>,
     /// The number of the next request.
     op: u64,
+    said_bye: bool,
     gone: Gone,
 }
 
@@ -90,6 +91,7 @@ impl Link {
             speed: None,
             speeds: HashMap::new(),
             op: 0,
+            said_bye: false,
         })
     }
 
@@ -181,12 +183,20 @@ impl Link {
     }
 }
 
-impl Drop for Link {
-    fn drop(&mut self) {
-        if !self.is_lost() {
+impl Link {
+    /// Tells the helper that it is needed no more. It does not block: whoever closes the group
+    /// next, the helper knows why.
+    pub(crate) fn say_bye(&mut self) {
+        if !self.is_lost() && !std::mem::replace(&mut self.said_bye, true) {
             self.request(&Request::Bye);
         }
-        let _ = pollster::block_on(self.group.close(LEAVING));
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.say_bye();
+        let _ = pollster::block_on(self.group.close(FAREWELL));
         self.gone.dropped.store(true, Ordering::Relaxed);
     }
 }
@@ -198,6 +208,8 @@ const MESSAGE: Duration = Duration::from_secs(60);
 /// Kernels may have to be compiled.
 const MEASURING: Duration = Duration::from_secs(120);
 const LEAVING: Duration = Duration::from_secs(2);
+/// A helper that is alive leaves at once. One that is not is waited for on a thread of its own.
+const FAREWELL: Duration = Duration::from_secs(20);
 const FEW: usize = 64;
 const HOPS: u32 = 4;
 const FIRST: usize = 256 << 10;

@@ -184,6 +184,7 @@ impl Drop for Owner {
 
 /// Takes leave of a helper on a thread of its own: one that is dead answers late, and no call waits
 /// for that.
-fn let_go(link: Link) {
+fn let_go(mut link: Link) {
+    link.say_bye();
     std::thread::spawn(move || drop(link));
 }

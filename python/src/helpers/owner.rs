@@ -32,8 +32,9 @@ impl Drop for Owner {
         if self.process == std::process::id() {
             // SAFETY: this is the only place that drops them, and it runs once.
             unsafe {
-                ManuallyDrop::drop(&mut self.doors);
+                // First: it takes leave of the helpers that the doors have let in.
                 ManuallyDrop::drop(&mut self.owner);
+                ManuallyDrop::drop(&mut self.doors);
             }
         }
     }

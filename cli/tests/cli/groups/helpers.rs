@@ -1,7 +1,6 @@
 //! Helpers as processes: they join by a token, are killed, and outlive their owner.
 
 use std::io::{BufRead, BufReader};
-use std::net::UdpSocket;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
@@ -12,6 +11,7 @@ use kyklos::{Attention, Session, Tensor, in_process_group};
 use kyklos_helpers::{Call, Door, HelperState, Invitations, Owner, OwnerOptions};
 use kyklos_tab::native;
 
+use crate::free_address::free_address;
 use crate::support::{command, finish, refused, stderr, stdout, succeeds};
 
 const PATIENCE: Duration = Duration::from_secs(180);
@@ -37,7 +37,7 @@ fn invite(folder: &Path, name: &str) -> String {
 }
 
 fn free_port() -> u16 {
-    UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    free_address().port()
 }
 
 /// `kyklos help-out`, and the lines that it has written up to now.
@@ -167,8 +167,10 @@ fn a_helper_is_killed_and_comes_again_and_outlives_its_owner() {
     helper.wait_for("needs no help now");
     let mut place = Place::open(folder.path());
     place.calls(3);
-    assert_eq!(helper.count("joined"), 2, "{:?}", helper.lines);
-    assert!(helper.count("waiting for the owner") <= 2, "told once each time: {:?}", helper.lines);
+    helper.wait_for_several("joined", 2);
+    // Once each time; a loaded machine may lose a group.
+    let [joined, waiting] = ["joined", "waiting for the owner"].map(|words| helper.count(words));
+    assert!(waiting <= joined, "{:?}", helper.lines);
 }
 
 #[cfg(unix)]
@@ -228,6 +230,16 @@ fn an_owner_in_a_process_of_its_own() {
     }
 }
 
+/// A process that ends with the test.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 #[test]
 fn a_helper_waits_for_an_owner_that_was_killed() {
     let folder = tempfile::tempdir().unwrap();
@@ -236,14 +248,15 @@ fn a_helper_waits_for_an_owner_that_was_killed() {
     for round in 1..=2 {
         let mut owner = Command::new(std::env::current_exe().unwrap());
         owner.args(["--exact", "groups::helpers::an_owner_in_a_process_of_its_own"]);
-        let mut owner = owner.env(OWNER, folder.path()).stdout(Stdio::null()).spawn().unwrap();
+        let owner = owner.env(OWNER, folder.path()).stdout(Stdio::null()).spawn().unwrap();
+        let mut owner = Ended(owner);
         let until = Instant::now() + PATIENCE;
         while helper.count("joined") < round {
             assert!(Instant::now() < until, "{:?}", helper.lines);
             std::thread::sleep(Duration::from_millis(10));
         }
-        owner.kill().unwrap();
-        owner.wait().unwrap();
+        owner.0.kill().unwrap();
+        owner.0.wait().unwrap();
     }
     helper.wait_for("is gone: ");
 }
