@@ -1,6 +1,9 @@
 //! Reports of a hostile member about ranks that it does not reach, while the group forms.
 
+use std::time::Duration;
+
 use kyklos_transport::Rank;
+use kyklos_transport::quic::QuicConfig;
 use kyklos_transport::wire::Frame;
 
 use crate::common::member::Member;
@@ -27,7 +30,8 @@ fn reports_of_unreached_ranks_are_bounded_and_name_no_rank_that_the_member_does_
     let _groups = honest.map(|rank| rank.join().unwrap().unwrap());
     // Of what a report says, only lower ranks of the group are named.
     let job = Job::new();
-    let honest = [0, 1].map(|rank| connect(job.config(rank, WORLD)));
+    let connect_deadline = Duration::from_secs(20);
+    let honest = [0, 1].map(|rank| connect(QuicConfig { connect_deadline, ..job.config(rank, WORLD) }));
     runtime.block_on(async {
         let member = Member::come(&job, WORLD).await;
         let peers = [vec![Rank(77), HOSTILE, Rank(u32::MAX)], vec![Rank(1); 100]].concat();

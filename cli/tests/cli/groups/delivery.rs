@@ -3,7 +3,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,8 @@ use safetensors::SafeTensors;
 use crate::groups::launch::signal;
 use crate::support::*;
 
-const PROBLEM: [&str; 8] =
-    ["--shape", "1,1024,8,2,64", "--mask", "causal", "--device", "cpu", "--repeat", "60"];
+const PROBLEM: [&str; 6] = ["--shape", "1,1024,8,2,64", "--mask", "causal", "--device", "cpu"];
+const REPEATS: u32 = 60;
 
 /// A launched job of which every rank computes.
 struct Job {
@@ -25,10 +25,15 @@ struct Job {
 
 impl Job {
     fn start(ranks: usize, options: &[&str]) -> Self {
+        Self::repeating(REPEATS, ranks, options)
+    }
+
+    fn repeating(repeats: u32, ranks: usize, options: &[&str]) -> Self {
+        let repeats = ["--repeat", &repeats.to_string()];
         let temporary = tempfile::tempdir().unwrap();
         let count = ranks.to_string();
         let launch = ["launch", "-n", &count, "--", "attend", "--progress", "json"];
-        let mut launch = command(&[&launch, &PROBLEM[..], options].concat())
+        let mut launch = command(&[&launch, &PROBLEM[..], &repeats, options].concat())
             .env("TMPDIR", temporary.path())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
@@ -65,9 +70,9 @@ impl Job {
         if status.is_none() {
             self.launch.kill().unwrap();
             self.launch.wait().unwrap();
-            self.pids.iter().for_each(|pid| {
-                drop(std::process::Command::new("kill").args(["-KILL", &pid.to_string()]).status())
-            });
+            self.pids
+                .iter()
+                .for_each(|pid| drop(Command::new("kill").args(["-KILL", &pid.to_string()]).status()));
         }
         let lines: Vec<String> = self.lines.iter().filter(|line| !line.starts_with('{')).collect();
         let text = lines.join("\n");
@@ -118,10 +123,12 @@ fn all_rows_are_in_parts_although_a_rank_dies_when_it_delivers() {
         let job = Job::start(3, &["--on-loss", policy, "--output", there.to_str().unwrap()]);
         let is_last = |line: &String| {
             let event: serde_json::Value = serde_json::from_str(line).unwrap_or_default();
-            (&event["event"], &event["rank"], &event["op"]) == (&"done".into(), &victim.into(), &59.into())
+            (&event["event"], &event["rank"], &event["op"])
+                == (&"done".into(), &victim.into(), &(REPEATS - 1).into())
         };
         job.lines.iter().find(is_last).expect("the rank ends its last run");
-        signal("-KILL", job.pids[victim]);
+        // It may have ended.
+        let _ = Command::new("kill").args(["-KILL", &job.pids[victim].to_string()]).status();
         let (code, said) = job.end();
         assert_eq!(code, Some(0), "{policy}, rank {victim}: {said}");
         let [mut survivors, mut all] = [Vec::new(), Vec::new()];
@@ -151,7 +158,9 @@ fn nothing_stays_of_the_output_of_a_killed_rank() {
         return;
     }
     for name in ["out", "out-{rank}"] {
-        let job = Job::start(2, &["--output", folder.path().join(name).to_str().unwrap()]);
+        // So many that it is killed before the last one.
+        let target = folder.path().join(name);
+        let job = Job::repeating(1_000_000, 2, &["--output", target.to_str().unwrap()]);
         signal("-KILL", job.pids[0]);
         let (code, said) = job.end();
         assert_eq!(code, Some(1), "{said}");
@@ -172,7 +181,7 @@ fn a_rank_that_is_stopped_does_not_keep_the_launcher() {
         assert_eq!(code, Some(0), "{policy}: {said}");
         assert!(said.contains("launch: rank 1 did not end"), "{policy}: {said}");
         let run = ["attend", "--ranks", "2", "--output", here.to_str().unwrap()];
-        succeeds(&kyklos(&[&run, &PROBLEM[..6]].concat()));
+        succeeds(&kyklos(&[&run, &PROBLEM[..]].concat()));
         assert!(std::fs::read(&there).unwrap() == std::fs::read(&here).unwrap(), "{policy}");
         std::fs::remove_file(&there).unwrap();
     }

@@ -128,13 +128,16 @@ fn a_rank_0_out_of_date_that_listens_all_the_same_is_refused_by_name_date_and_ki
         let authority = authority();
         let wrong = authority.issue_at(&Subject::Rank(Rank(0)), JOB, validity).unwrap();
         let coordinator = free_address();
-        let one = connect(config(1, coordinator, authority.issue(Rank(1)).unwrap()));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let zero = config(0, coordinator, wrong);
-        let error = runtime.block_on(async {
+        let connect_deadline = Duration::from_secs(60);
+        let one =
+            QuicConfig { connect_deadline, ..config(1, coordinator, authority.issue(Rank(1)).unwrap()) };
+        let (one, error) = runtime.block_on(async {
             let source = bind(&zero).unwrap();
+            let one = connect(one);
             let endpoint = QuicTransport::open_endpoint_unchecked(zero, source, None).unwrap();
-            first_group(&endpoint, None).await.unwrap_err()
+            (one, first_group(&endpoint, None).await.unwrap_err())
         });
         let one = one.join().unwrap().err().unwrap();
         assert_eq!((error.bootstrap_kind(), one.bootstrap_kind()), (kind, kind), "{error}; {one}");
