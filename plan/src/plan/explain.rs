@@ -1,9 +1,11 @@
 //! Plans in print: a table, and JSON.
 
+use std::cmp::Reverse;
 use std::fmt::Write;
 
 use kyklos_rank::Rank;
 
+use super::Content;
 use super::check::RankCheck;
 use super::step::{Buffer, BufferId, GradientStep, Plan, PlanSet, Slice, Step};
 use crate::bias::BiasKind;
@@ -46,6 +48,16 @@ pub fn explain(set: &PlanSet, checks: &[RankCheck], rank: Option<Rank>) -> Strin
             crate::problem::TILE_KEYS
         );
     }
+    let (rank_of_sums, sums) = largest_sums(set);
+    if sums > LEAST_BINDING_BYTES {
+        let _ = writeln!(
+            out,
+            "limits     the sums of all query rows of rank {rank_of_sums} take {}: a wgpu device that binds less at once \
+             refuses the call, and some bind no more than {}",
+            bytes(sums),
+            bytes(LEAST_BINDING_BYTES)
+        );
+    }
     let ranks = set.mesh.size();
     let plural = if ranks == 1 { "" } else { "s" };
     let _ = writeln!(out, "mesh       {} (ulysses x ring), {ranks} rank{plural}", set.mesh);
@@ -78,6 +90,24 @@ pub fn explain(set: &PlanSet, checks: &[RankCheck], rank: Option<Rank>) -> Strin
     }
     out
 }
+
+/// The rank with the largest m and l of a running state, and their bytes.
+fn largest_sums(set: &PlanSet) -> (u32, u64) {
+    let sums = |buffer: &Buffer| {
+        let rows = u64::from(set.problem.batch) * buffer.tokens.len() as u64;
+        rows * u64::from(buffer.head_count()) * SUMS_BYTES
+    };
+    let of_rank = |plan: &Plan| {
+        let states = plan.buffers.iter().filter(|buffer| buffer.content == Content::State);
+        (plan.rank, states.map(sums).max().unwrap_or(0))
+    };
+    set.plans.iter().map(of_rank).max_by_key(|(rank, bytes)| (*bytes, Reverse(*rank))).unwrap_or_default()
+}
+
+/// m and l of a row and head, in f32.
+const SUMS_BYTES: u64 = 8;
+/// What every device of WebGPU binds at once (its limit maxStorageBufferBindingSize).
+const LEAST_BINDING_BYTES: u64 = 128 << 20;
 
 /// The expected error of the wire format, in words.
 pub fn expected_of_wire(problem: &AttentionProblem) -> String {
@@ -254,4 +284,30 @@ pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
         out.push('\n');
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AttentionProblem, Dtype, Mask, Mesh, PlacementKind, Split, plan_forward};
+
+    #[test]
+    fn sums_that_some_devices_do_not_bind_are_told() {
+        for (ranks, heads, told) in [
+            (1, 32, None),
+            (1, 33, Some("of rank 0 take 132.0 MiB")),
+            (2, 33, None),
+            (2, 66, Some("of rank 0 take 132.0 MiB")),
+        ] {
+            let problem = AttentionProblem::new([1, 1 << 19, heads, 1, 8], Dtype::F32, Mask::full()).unwrap();
+            let mesh = Mesh::new(1, ranks).unwrap();
+            let set = plan_forward(&problem, mesh, PlacementKind::Contiguous, &Split::Even, Strategy::Ring)
+                .unwrap();
+            let text = explain(&set, &[], Some(Rank(0)));
+            match told {
+                Some(words) => assert!(text.contains(words), "{text}"),
+                None => assert!(!text.contains("limits"), "{text}"),
+            }
+        }
+    }
 }
