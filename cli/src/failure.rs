@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kyklos::{Error, PlanError};
-use kyklos_transport::{TransportError, harmless};
+use kyklos_transport::{BootstrapKind, RefusalReason, TransportError, harmless};
 
 use crate::{activity, hints};
 
@@ -84,12 +84,22 @@ impl From<PlanError> for Failure {
 
 /// 2 where the request is wrong, here or on the rank that refused; 1 where a run failed.
 fn exit_code(error: &Error) -> u8 {
-    match error {
-        Error::Request { .. } => 2,
+    let is_wrong = match error {
+        Error::Request { .. } => true,
         Error::Transport(TransportError::Refused { reason, .. })
-        | Error::Group { source: TransportError::Refused { reason, .. }, .. } => reason.code(),
-        _ => 1,
-    }
+        | Error::Group { source: TransportError::Refused { reason, .. }, .. } => {
+            *reason == RefusalReason::WrongRequest
+        }
+        Error::Transport(error) => is_wrong_request(error.bootstrap_kind()),
+        _ => false,
+    };
+    if is_wrong { 2 } else { 1 }
+}
+
+/// Whether a group does not form because of what this process was given: it fails again.
+fn is_wrong_request(kind: BootstrapKind) -> bool {
+    use BootstrapKind::{Address, GivenAway, Invitation, KeyList, Token};
+    matches!(kind, Address | GivenAway | Invitation | KeyList | Token)
 }
 
 impl From<TransportError> for Failure {
@@ -121,6 +131,7 @@ pub(crate) fn answer_in_json() {
 }
 
 /// Whether this process is the one of its group that prints the result, and the error in its place.
+/// Until a process knows its group, it is rank 0 or has no rank.
 pub(crate) fn answers_for_group(yes: bool) {
     ANSWERS.store(yes, Ordering::Relaxed);
 }
@@ -191,7 +202,7 @@ mod tests {
     #[test]
     fn an_error_of_the_group_is_one_line() {
         let text = "rank 1: gone\nerror: all is well\u{1b}[2J".to_owned();
-        let reason = kyklos_transport::RefusalReason::Failed;
+        let reason = RefusalReason::Failed;
         let failure =
             Failure::from(TransportError::Refused { rank: kyklos_transport::Rank(1), reason, text });
         assert!(failure.of_group && !failure.text.contains(['\n', '\u{1b}']), "{failure:?}");

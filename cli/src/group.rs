@@ -147,7 +147,7 @@ pub(crate) fn identity_on_stdin(identity: &Identity) -> Vec<u8> {
 /// Reads it.
 pub(crate) fn read_identity(mut stdin: impl BufRead) -> Result<Identity> {
     let failed = |why: &dyn std::fmt::Display| {
-        Failure::run(format!(
+        Failure::refused(format!(
             "no identity of kyklos launch on standard input: {why}; only kyklos launch sets {}",
             kyklos_launch::variables::LAUNCH
         ))

@@ -98,6 +98,7 @@ pub(crate) fn of_bootstrap(kind: BootstrapKind) -> Option<&'static str> {
         BootstrapKind::Clock => {
             "date -u prints the clock of a host, kyklos certs show from when a file is valid"
         }
+        BootstrapKind::Address => "--bind for what this rank listens at, --coordinator for the port",
         BootstrapKind::SmallMtu => "--network tcp on all ranks",
         BootstrapKind::KeyList => {
             "kyklos certs show prints the hash of a key, and the list of the authority has it"
@@ -164,6 +165,7 @@ mod tests {
             BootstrapKind::GivenAway,
             BootstrapKind::KeyList,
             BootstrapKind::Clock,
+            BootstrapKind::Address,
             BootstrapKind::SmallMtu,
         ] {
             let error = TransportError::Bootstrap { text: "a reason".to_owned(), kind };

@@ -75,8 +75,10 @@ fn run_command() -> ExitCode {
     devices::driver::leave_out_caught_panics();
     cores::leave_memory_out();
     // Also where the parser refuses the command line.
-    if std::env::args_os().any(|word| word == "--json") {
+    let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+    if words.iter().any(|word| word == "--json") {
         failure::answer_in_json();
+        failure::answers_for_group(rank_before_joining(&words).is_none_or(|rank| rank == 0));
     }
     let cli = match Cli::read() {
         Ok(cli) => cli,
@@ -91,6 +93,20 @@ fn run_command() -> ExitCode {
         return end(Err(failure));
     }
     end(cli.command.run())
+}
+
+/// The rank that the command line or a launcher gives to a process of `attend`; `None`: it is
+/// alone.
+fn rank_before_joining(words: &[String]) -> Option<u32> {
+    let all_here = words.iter().any(|word| word == "--ranks" || word.starts_with("--ranks="));
+    if all_here || words.get(1).is_none_or(|command| command != "attend") {
+        return None;
+    }
+    let given = words.iter().enumerate().find_map(|(at, word)| match word.strip_prefix("--rank")? {
+        "" => words.get(at + 1)?.parse().ok(),
+        value => value.strip_prefix('=')?.parse().ok(),
+    });
+    given.or_else(kyklos_launch::rank_in_environment)
 }
 
 fn end(result: failure::Result<u8>) -> ExitCode {

@@ -1,7 +1,7 @@
 //! How this process proves that it belongs to the group: by an identity file, as rank 0 with an
 //! invitation, or with a token.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -90,6 +90,18 @@ impl Credentials {
                  file",
             )
             .of(RequestKind::IdentityExists));
+        }
+        // Before a place is spent on it.
+        let folder = options
+            .identity
+            .as_deref()
+            .and_then(Path::parent)
+            .filter(|folder| !folder.as_os_str().is_empty() && !folder.to_string_lossy().contains(RANK));
+        if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+            return Err(Error::request(
+                format!("the identity would be written to {}, which is no folder", folder.display()),
+                "make it, or name a file in another one",
+            ));
         }
         let until = Instant::now() + options.join_deadline;
         let addresses = resolve(&coordinator, until, options.note)?;

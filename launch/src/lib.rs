@@ -89,7 +89,7 @@ use kyklos_transport::Group;
 
 pub use self::address::{DEFAULT_PORT, HostPort, parse_advertised};
 pub use self::assignment::{
-    Assignment, is_under_kyklos_launch, local_rank, may_share_memory, rank_variables,
+    Assignment, is_under_kyklos_launch, local_rank, may_share_memory, rank_in_environment, rank_variables,
 };
 pub use self::error::{Error, RequestKind, Result};
 pub use self::free_port::free_port;

@@ -134,6 +134,9 @@ pub enum BootstrapKind {
     KeyList,
     /// A certificate is not valid yet: a clock is wrong.
     Clock,
+    /// The address at which this rank should listen is not one of this machine, or is closed to
+    /// this user.
+    Address,
     /// The packets of QUIC are larger than those that the network carries.
     SmallMtu,
     /// Anything else.

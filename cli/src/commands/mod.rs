@@ -116,7 +116,7 @@ impl Command {
             Self::Plan(args) => plan::plan(args).map(done),
             Self::Bench(args) => bench::bench(args).map(done),
             Self::Tune(args) => tune::tune(args).map(done),
-            Self::Launch(args) => launch::launch(args),
+            Self::Launch(args) => launch::launch(args, command()),
             Self::Doctor(args) => doctor::doctor(args),
             Self::HelpOut(args) => help_out::help_out(args).map(done),
             Self::Helpers(args) => helpers::helpers(args).map(done),

@@ -83,7 +83,8 @@ impl CollectiveOptions {
         let agreed = (formed.to_string(), formed.nccl);
         let why = match formed.refusal {
             Some(refusal) if collective == CollectiveName::Nccl => {
-                return Err(Failure::run(format!("{refusal}: use --collective host")));
+                // All ranks have decided so, before anything ran.
+                return Err(Failure::refused_here(format!("{refusal}: use --collective host")));
             }
             refusal => refusal.map_or_else(String::new, |refusal| format!("{refusal}; ")),
         };

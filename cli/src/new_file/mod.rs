@@ -3,7 +3,7 @@
 mod unfinished;
 
 use std::error::Error;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -74,16 +74,19 @@ pub(crate) fn check_name(option: &str, path: &Path, example: &str) -> Result<()>
     Ok(())
 }
 
-/// Refuses a file in a folder that is not there; `option` names it. For files that are written at
-/// the end of a run.
-pub(crate) fn check_folder(option: &str, path: &Path) -> Result<()> {
-    match std::fs::metadata(folder_of(path)) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let failure = cannot_create(path, &error);
-            Err(Failure { text: format!("{option}: {}", failure.text), ..failure })
+/// Refuses a file that cannot be made where it should be; `option` names it. For files that are
+/// written at the end of a run.
+pub(crate) fn check_writable(option: &str, path: &Path, example: &str) -> Result<()> {
+    check_name(option, path, example)?;
+    let made = match std::fs::metadata(path) {
+        // Also a pipe, which must not be opened before somebody reads it.
+        Ok(there) if !there.is_file() => Ok(()),
+        Ok(_) => {
+            OpenOptions::new().write(true).open(path).map(drop).map_err(|error| cannot_create(path, &error))
         }
-        _ => Ok(()),
-    }
+        Err(_) => NewFile::create(path).map(drop),
+    };
+    made.map_err(|failure| Failure { text: format!("{option}: {}", failure.text), ..failure })
 }
 
 /// Why no file can be made in the folder of `target`, without the temporary name. What the user can

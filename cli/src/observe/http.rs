@@ -6,7 +6,7 @@
 //! page of a stranger may have given its own name the address of the server, to read the answers.
 
 use std::borrow::Cow;
-use std::io::{Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -65,7 +65,12 @@ impl Text {
 /// was chosen.
 pub(super) fn serve(address: SocketAddr, service: Service) -> Result<SocketAddr> {
     let name = service.name;
-    let cannot = |error| Failure::run(format!("cannot serve {name} at {address}: {error}"));
+    let cannot = |error: io::Error| {
+        let failure = Failure::run(format!("cannot serve {name} at {address}: {error}"));
+        // An address that this machine has not, or that is closed to this user.
+        let is_wrong = [ErrorKind::AddrNotAvailable, ErrorKind::PermissionDenied].contains(&error.kind());
+        if is_wrong { failure.into_refusal() } else { failure }
+    };
     let listener = TcpListener::bind(address).map_err(cannot)?;
     let address = listener.local_addr().map_err(cannot)?;
     let names = Names::of(address.ip(), service.for_programs);

@@ -11,7 +11,7 @@ use kyklos_transport::Rank;
 
 use crate::failure::{Failure, Result};
 use crate::messages::{Messages, numbers};
-use crate::new_file::check_folder;
+use crate::new_file::check_writable;
 use crate::observe::clocks::Ahead;
 use crate::options::RANK;
 
@@ -31,9 +31,13 @@ pub(crate) fn is_by_rank(path: &Path) -> bool {
     path.to_string_lossy().contains(RANK)
 }
 
-/// Refuses a file in a folder that is not there, if `rank` writes it at the end.
+/// Refuses a file that cannot be made, if `rank` writes it at the end.
 pub(crate) fn check(path: &Path, rank: Rank) -> Result<()> {
-    if rank.0 == 0 || is_by_rank(path) { check_folder("--trace", &file_of(path, rank.0)) } else { Ok(()) }
+    if rank.0 == 0 || is_by_rank(path) {
+        check_writable("--trace", &file_of(path, rank.0), "trace.json")
+    } else {
+        Ok(())
+    }
 }
 
 fn file_of(path: &Path, rank: u32) -> PathBuf {

@@ -68,6 +68,17 @@ fn with_json_an_error_is_one_object_on_standard_output_too() {
     let line = "ATTEND --device cpu --rank 1 --world 2 --coordinator 127.0.0.1:PORT --identity ids/rank-0.pem --json";
     let output = finish(place.start(line), Duration::from_secs(120));
     assert_eq!((output.status.code(), stdout(&output).as_str()), (Some(2), ""));
+    // Also before they know of the group: here the parser refuses all.
+    for (rank, answers) in [(0, true), (1, false)] {
+        for group in [
+            format!("RANK={rank} WORLD_SIZE=2 ATTEND"),
+            format!("SLURM_PROCID={rank} MASTER_PORT=x ATTEND"),
+            format!("ATTEND --rank {rank} --world 2"),
+        ] {
+            let output = finish(place.start(&format!("{group} --json --nonsense")), Duration::from_secs(120));
+            assert_eq!((output.status.code(), !stdout(&output).is_empty()), (Some(2), answers), "{group}");
+        }
+    }
     // What has printed its result adds no error to it.
     let line = "attend --shape 1,64,4,2,8 --scale 3e38 --verify --json --device cpu";
     let output = finish(place.start(line), Duration::from_secs(120));

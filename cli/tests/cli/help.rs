@@ -49,6 +49,12 @@ fn help_of_a_command_is_that_of_its_option() {
         succeeds(&asked);
         assert_eq!(stdout(&asked), stdout(&kyklos(&[command, &["--help"]].concat())));
     }
+    // Also where a launcher would start it.
+    for command in [&["attend"][..], &["bench", "strategies"]] {
+        let asked = kyklos(&[&["launch", "-n", "2", "--"], command, &["--help"]].concat());
+        succeeds(&asked);
+        assert_eq!(stdout(&asked), stdout(&kyklos(&[&["help"][..], command].concat())));
+    }
     refused(&kyklos(&["help", "fly"]), &["unrecognized subcommand 'fly'"]);
     assert_eq!(kyklos(&["help"]).stdout, kyklos(&["--help"]).stdout);
 }

@@ -195,7 +195,7 @@ fn without_two_ranks_that_have_nccl_no_rank_uses_it() {
         let ranks = ["--ranks", "2"];
         let output = with_nccl(gpus, nccl, &[CALL, &ranks, &["--collective", "nccl"]].concat());
         let text = stderr(&output);
-        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert_eq!(output.status.code(), Some(2), "{text}");
         assert!(text.contains("NCCL is not used") && text.contains(words), "{text}");
         assert!(text.contains(": use --collective host"), "{text}");
         let output = with_nccl(gpus, nccl, &[CALL, &ranks, &["--collective", "auto"]].concat());

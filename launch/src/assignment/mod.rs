@@ -15,7 +15,7 @@ use crate::address::{HostPort, parse_advertised};
 use crate::credentials::Credentials;
 use crate::error::{Error, RequestKind, Result};
 use crate::explicit;
-use crate::launchers::{LAUNCHERS, torchrun};
+use crate::launchers::{LAUNCHERS, Launcher, torchrun};
 use crate::options::{Options, named};
 use crate::source::{Precedence, Setting, Source};
 use crate::sources::{all_sources, first, without_enclosing};
@@ -84,6 +84,14 @@ pub fn rank_variables() -> Option<String> {
     let names = LAUNCHERS.iter().flat_map(|launcher| launcher.rank_variables).copied().chain([WORLD]);
     let set: Vec<String> = names.filter_map(|name| variables.text(name)).map(|set| set.origin).collect();
     (!set.is_empty()).then(|| set.join(" "))
+}
+
+/// The rank of this process as a launcher's environment says it, also where its other variables
+/// are wrong; `None` without a launcher.
+pub fn rank_in_environment() -> Option<u32> {
+    let variables = Variables::of_process();
+    let rank = |launcher: &Launcher| variables.text(launcher.rank_variables[0])?.value.parse().ok();
+    LAUNCHERS.iter().find_map(rank)
 }
 
 /// The index of this process among those of its host, as the environment of a launcher says it;

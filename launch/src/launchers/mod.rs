@@ -18,7 +18,7 @@ pub struct Launcher {
     /// Every variable that is read begins with one of these.
     pub variables: &'static [&'static str],
     /// The variables that alone show that a process is one of several, in the order in which notes
-    /// quote them.
+    /// quote them. The first one is the rank.
     pub rank_variables: &'static [&'static str],
     pub(crate) precedence: Precedence,
     /// The settings in the variables; [`Source::default`] if this launcher did not start the

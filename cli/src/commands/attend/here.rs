@@ -9,7 +9,7 @@ use super::args::AttendArgs;
 use super::prepare::{Prepared, devices_fit, tabs};
 use crate::activity;
 use crate::devices::{self, DeviceId};
-use crate::failure::{Failure, Result, note};
+use crate::failure::{Failure, Result, answers_for_group, note};
 use crate::interrupt;
 use crate::job::here::run_here;
 use crate::observe::{live, metrics, record};
@@ -19,6 +19,7 @@ use crate::run::threads::on_threads;
 
 /// Runs all ranks on threads of this process.
 pub(super) fn here(args: &AttendArgs) -> Result<()> {
+    answers_for_group(true);
     let ranks = args.problem.ranks.map_or(1, std::num::NonZeroU32::get);
     let ranks = ranks.max(match args.problem.mesh {
         OrAuto::Is(mesh) => Mesh::size(mesh),

@@ -83,7 +83,7 @@ pub(super) fn issue(args: &IssueArgs) -> Result<()> {
 fn record(path: &Path, line: &str) -> Result<()> {
     let file = OpenOptions::new().append(true).create(true).open(path);
     file.and_then(|mut file| file.write_all(line.as_bytes()))
-        .map_err(|error| Failure::file("write the list of issued identities", path, &error))
+        .map_err(|error| Failure::file("write the list of issued identities", path, &error).into_refusal())
 }
 
 /// File in the authority's folder: one line for each identity, which starts with its key in the

@@ -24,7 +24,7 @@ use self::ended::Ended;
 use self::job::Job;
 use self::pass_on::pass_on;
 use crate::activity;
-use crate::failure::{Failure, Result, answer_with_error, has_answered, note};
+use crate::failure::{Failure, Result, answer_with_error, has_answered, note, print_help};
 use crate::group::identity_on_stdin;
 use crate::interrupt;
 use crate::options::OnLoss;
@@ -40,8 +40,14 @@ pub(crate) struct LaunchArgs {
     pub(crate) command: Vec<String>,
 }
 
-/// Runs the command; returns the exit code.
-pub(crate) fn launch(args: &LaunchArgs) -> Result<u8> {
+/// Runs the command; returns the exit code. `program`: the command line of this program.
+pub(crate) fn launch(args: &LaunchArgs, program: clap::Command) -> Result<u8> {
+    let words = std::iter::once("kyklos").chain(args.command.iter().map(String::as_str));
+    if let Err(help) = program.try_get_matches_from(words)
+        && !help.use_stderr()
+    {
+        return print_help(&help).map(|()| 0);
+    }
     let ranks = args.ranks.get();
     if ranks > MAX_RANKS {
         return Err(Failure::request(

@@ -24,7 +24,7 @@ use crate::devices;
 use crate::failure::{Failure, Result, note, print};
 use crate::hints;
 use crate::median::median;
-use crate::new_file::check_folder;
+use crate::new_file::check_writable;
 use crate::observe::page::model::{Choice, PossiblePlan, Price};
 use crate::observe::page::target::PageFile;
 use crate::request::description::{self, nothing_fits};
@@ -40,7 +40,7 @@ pub(crate) fn explain(args: &PlanArgs, page: Option<PageFile>) -> Result<()> {
         ));
     }
     if let Some(path) = &args.save {
-        check_folder("--save", path)?;
+        check_writable("--save", path, "cluster.toml")?;
     }
     let asked = ProblemRequest::new(&args.problem, 0, None)?;
     if let Some(warning) = asked.source.warning() {

@@ -42,6 +42,9 @@ const COMMANDS: &[&str] = &[
     "ATTEND --device cpu --rank 1 --world 2 --coordinator 127.0.0.1:PORT --identity DIR/ids/rank-1.pem --join-deadline 1",
     "ATTEND --device cpu --rank 0 --world 2 --coordinator 127.0.0.1:PORT --identity DIR/ids/rank-0.pem --join-deadline 1",
     "ATTEND --transport tcp",
+    "ATTEND --device cpu --rank 1 --world 2 --coordinator 127.0.0.1:PORT --identity DIR/ids/rank-1.pem --bind 192.0.2.1",
+    "ATTEND --device cpu --join kyklos1.0000000000000000000000000000000000000000000000000000000000000000.00000000000000000000000000000000@127.0.0.1:PORT --identity DIR/none/own.pem",
+    "KYKLOS_LAUNCH=1 RANK=0 WORLD_SIZE=1 ATTEND",
 ];
 
 #[test]

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::path::Carrier;
-use crate::error::TransportError;
+use crate::error::{BootstrapKind, TransportError};
 
 /// A socket of the system that has its address.
 #[derive(Debug)]
@@ -31,9 +31,14 @@ pub(crate) fn bind(address: SocketAddr, carrier: Carrier) -> Result<SystemSocket
         Carrier::Tcp => bind_tcp(address).map(SystemSocket::Tcp),
     };
     bound.map_err(|error| {
-        TransportError::bootstrap(format!(
-            "cannot listen on {address} ({carrier}): {error}; is another job using it?"
-        ))
+        let (kind, why) = match error.kind() {
+            io::ErrorKind::AddrNotAvailable => {
+                (BootstrapKind::Address, ": listen on an address of this machine, or leave it out")
+            }
+            io::ErrorKind::PermissionDenied => (BootstrapKind::Address, ": use a port from 1024 on"),
+            _ => (BootstrapKind::Other, "; is another job using it?"),
+        };
+        kind.error(format!("cannot listen on {address} ({carrier}): {error}{why}"))
     })
 }
 
