@@ -8,6 +8,7 @@ use kyklos::transport::Group;
 use kyklos::{Session, Tensor, in_process_group};
 use kyklos_helpers::{Call, Door, HelperOptions, HelperState, Invitations, Knock, Owner, OwnerOptions, help};
 
+#[expect(clippy::unwrap_used, reason = "tests")]
 #[path = "../../tests/free_address.rs"]
 mod free_address;
 

@@ -257,7 +257,7 @@ async fn refuse(
     stream.shutdown().await?;
     // This side must read the bytes that the other side has sent. Otherwise the other side cannot
     // read this refusal.
-    stream.read(&mut [0; 4096]).await?;
+    let _read = stream.read(&mut [0; 4096]).await?;
     Ok(())
 }
 
