@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Makes everything that a release has, into target/release-VERSION/, and tests each part in a bare system (scripts/tools/bare.sh) that has
-# nothing of this checkout: the packages for crates.io, the program and the wheel for Linux on x86-64 and aarch64 (glibc 2.28 and later),
+# nothing of this checkout; what an earlier run has made goes first: the packages for crates.io, the program and the wheel for Linux on x86-64 and aarch64 (glibc 2.28 and later),
 # the source archive for PyPI, licence texts of everything that is linked in, and SHA256SUMS. Publishes nothing; the last lines say
 # what does. Two hours on two cores from a fresh clone. Needs Linux on x86-64, rustup, Python 3.10 and what the scripts that it calls need.
 #   scripts/release.sh                    all parts
-#   scripts/release.sh wheel sdist        some of: crates, program, wheel, sdist, arm
+#   scripts/release.sh wheel sdist        some of: crates, program, wheel, sdist, arm; into target/release-VERSION-parts/
 #   scripts/release.sh --draft [PART]...  also from a checkout with changes, and before the changelog has a date
 # What is for aarch64 is run where there is an emulator (Debian: qemu-user, libc6-arm64-cross), its wheel where there is debootstrap too.
 set -euo pipefail
@@ -21,7 +21,8 @@ say() { echo "== $* (${SECONDS} s)"; }
 
 is_draft=false
 if [ "${1:-}" = --draft ]; then is_draft=true && shift; fi
-[ $# -gt 0 ] || set -- crates program wheel sdist arm
+is_whole=false
+if [ $# = 0 ]; then is_whole=true && set -- crates program wheel sdist arm; else result=$result-parts; fi
 for part in "$@"; do
     case $part in
     crates | program | wheel | sdist | arm) ;;
@@ -35,6 +36,8 @@ else
     [ -z "$(git status --porcelain)" ] || fail "the checkout has changes: commit them, or --draft"
     grep -qE "^## $version \([0-9]{4}-[0-9]{2}-[0-9]{2}\)\$" CHANGELOG.md || fail "CHANGELOG.md has no date for $version: write it, or --draft"
 fi
+# SHA256SUMS is about what this run makes, and nothing else.
+rm -rf "$result"
 mkdir -p "$result" "$work"
 
 # Cargo, its toolchain and what it has downloaded, for a command in a bare system: `with_cargo [OPTION]... -- COMMAND...`.
@@ -128,7 +131,6 @@ part_program() {
 
 part_wheel() {
     scripts/tools/build-portable.sh wheel
-    rm -f "$result"/kyklos-*-manylinux_*_x86_64.whl
     cp target/portable/kyklos-*.whl "$result"
     local made=("$result"/kyklos-*_x86_64.whl)
     in_python -- "${made[0]}"
@@ -140,7 +142,7 @@ part_sdist() {
     local cargo_home=${CARGO_HOME:-$HOME/.cargo} toolchain
     [ -x "$work/venv/bin/pip" ] || scripts/tools/make-venv.sh "$work/venv"
     "$work/venv/bin/pip" install --quiet --disable-pip-version-check 'maturin>=1.16,<2' twine
-    rm -f python/LICENSE-THIRD-PARTY "$result/kyklos-$version.tar.gz"
+    rm -f python/LICENSE-THIRD-PARTY
     "$work/venv/bin/maturin" sdist -m python/Cargo.toml -o "$result"
     "$work/venv/bin/twine" check --strict "$result/kyklos-$version.tar.gz"
     # pip builds with maturin from these wheels.
@@ -161,7 +163,6 @@ part_sdist() {
 part_arm() {
     scripts/tools/build-portable.sh all aarch64
     program_archive aarch64 target/portable/aarch64
-    rm -f "$result"/kyklos-*_aarch64.whl
     cp target/portable/aarch64/kyklos-*.whl "$result"
     say "arm: program and wheel for aarch64"
     if ! command -v qemu-aarch64 >/dev/null || ! command -v debootstrap >/dev/null; then
@@ -188,6 +189,7 @@ python3 scripts/check/packages.py
 for part in "$@"; do "part_$part"; done
 (cd "$result" && rm -f SHA256SUMS && sha256sum -- * >"$work/SHA256SUMS" && mv "$work/SHA256SUMS" SHA256SUMS && cat SHA256SUMS)
 say "passed: $*"
+if ! $is_whole || $is_draft; then exit; fi
 cat <<PUBLISH
 To publish what is in target/release-$version:
   git tag -s v$version && git push origin v$version
