@@ -6,7 +6,8 @@
 #   scripts/release.sh                    all parts
 #   scripts/release.sh wheel sdist        some of: crates, program, wheel, sdist, arm; into target/release-VERSION-parts/
 #   scripts/release.sh --draft [PART]...  also from a checkout with changes, and before the changelog has a date
-# What is for aarch64 is run where there is an emulator (Debian: qemu-user, libc6-arm64-cross), its wheel where there is debootstrap too.
+#   scripts/release.sh --untested-aarch64 [PART]...  also where what is for aarch64 cannot be run; the last lines say what was not
+# What is for aarch64 is run by an emulator: Debian's qemu-user, libc6-arm64-cross and debootstrap.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -19,8 +20,15 @@ problem=(--device cpu --shape "1,256,4,2,32" --verify)
 fail() { echo "release: $*" >&2; exit 1; }
 say() { echo "== $* (${SECONDS} s)"; }
 
-is_draft=false
-if [ "${1:-}" = --draft ]; then is_draft=true && shift; fi
+is_draft=false may_skip=false
+while [[ ${1:-} == --* ]]; do
+    case $1 in
+    --draft) is_draft=true ;;
+    --untested-aarch64) may_skip=true ;;
+    *) echo "$1: the options are --draft and --untested-aarch64" >&2 && exit 2 ;;
+    esac
+    shift
+done
 is_whole=false
 if [ $# = 0 ]; then is_whole=true && set -- crates program wheel sdist arm; else result=$result-parts; fi
 for part in "$@"; do
@@ -35,6 +43,16 @@ if $is_draft; then
 else
     [ -z "$(git status --porcelain)" ] || fail "the checkout has changes: commit them, or --draft"
     grep -qE "^## $version \([0-9]{4}-[0-9]{2}-[0-9]{2}\)\$" CHANGELOG.md || fail "CHANGELOG.md has no date for $version: write it, or --draft"
+fi
+# What this machine makes and cannot run. The condition for the program is that of scripts/tools/build-portable.sh.
+untested=()
+if [[ " $* " == *" arm "* ]]; then
+    if ! command -v qemu-aarch64 >/dev/null || [ ! -e /usr/aarch64-linux-gnu/lib/libc.so.6 ]; then
+        untested=("the program for aarch64" "the wheel for aarch64")
+    elif ! command -v debootstrap >/dev/null; then
+        untested=("the wheel for aarch64")
+    fi
+    [ ${#untested[@]} = 0 ] || $may_skip || fail "${untested[*]} cannot be run: install qemu-user, libc6-arm64-cross and debootstrap, or --untested-aarch64"
 fi
 # SHA256SUMS is about what this run makes, and nothing else.
 rm -rf "$result"
@@ -165,10 +183,7 @@ part_arm() {
     program_archive aarch64 target/portable/aarch64
     cp target/portable/aarch64/kyklos-*.whl "$result"
     say "arm: program and wheel for aarch64"
-    if ! command -v qemu-aarch64 >/dev/null || ! command -v debootstrap >/dev/null; then
-        echo "release: the wheel for aarch64 was not imported: there is no qemu-aarch64 or no debootstrap here" >&2
-        return
-    fi
+    [ ${#untested[@]} = 0 ] || return 0
     # A Python for aarch64 out of Debian's packages, which an emulator runs: nothing of it is installed on this machine.
     local system=$work/arm-system site=$work/arm-site as_root=() package
     [ "$(id -u)" = 0 ] || as_root=(sudo)
@@ -189,6 +204,7 @@ python3 scripts/check/packages.py
 for part in "$@"; do "part_$part"; done
 (cd "$result" && rm -f SHA256SUMS && sha256sum -- * >"$work/SHA256SUMS" && mv "$work/SHA256SUMS" SHA256SUMS && cat SHA256SUMS)
 say "passed: $*"
+for each in "${untested[@]}"; do echo "NOT TESTED: $each"; done
 if ! $is_whole || $is_draft; then exit; fi
 cat <<PUBLISH
 To publish what is in target/release-$version:
