@@ -91,6 +91,16 @@ in_python() {
     ' bare "$python" "$work/wheels" "$package" "$version"
 }
 
+# Maturin, and twine, which reads a package as PyPI does: `check_package FILE`.
+tools() {
+    [ -x "$work/venv/bin/pip" ] || scripts/tools/make-venv.sh "$work/venv"
+    "$work/venv/bin/pip" install --quiet --disable-pip-version-check 'maturin>=1.16,<2' twine
+}
+check_package() {
+    tools
+    "$work/venv/bin/twine" check --strict "$1"
+}
+
 # archive FOLDER NAME: an archive whose bytes depend on its files and on the commit only.
 archive() {
     tar -C "$1" --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$(git log -1 --format=%ct)" -cf - "$2" | gzip -9n >"$result/$2.tar.gz"
@@ -151,6 +161,7 @@ part_wheel() {
     scripts/tools/build-portable.sh wheel
     cp target/portable/kyklos-*.whl "$result"
     local made=("$result"/kyklos-*_x86_64.whl)
+    check_package "${made[0]}"
     in_python -- "${made[0]}"
     scripts/check/types.sh "${made[0]}"
     say "wheel: installed and tested in a bare system"
@@ -158,11 +169,10 @@ part_wheel() {
 
 part_sdist() {
     local cargo_home=${CARGO_HOME:-$HOME/.cargo} toolchain
-    [ -x "$work/venv/bin/pip" ] || scripts/tools/make-venv.sh "$work/venv"
-    "$work/venv/bin/pip" install --quiet --disable-pip-version-check 'maturin>=1.16,<2' twine
+    tools
     rm -f python/LICENSE-THIRD-PARTY
     "$work/venv/bin/maturin" sdist -m python/Cargo.toml -o "$result"
-    "$work/venv/bin/twine" check --strict "$result/kyklos-$version.tar.gz"
+    check_package "$result/kyklos-$version.tar.gz"
     # pip builds with maturin from these wheels.
     "$python" -m pip download --quiet --disable-pip-version-check --only-binary :all: -d "$work/wheels" 'maturin>=1.16,<2'
     toolchain=$(rustc --print sysroot)
@@ -182,6 +192,7 @@ part_arm() {
     scripts/tools/build-portable.sh all aarch64
     program_archive aarch64 target/portable/aarch64
     cp target/portable/aarch64/kyklos-*.whl "$result"
+    check_package "$(echo "$result"/kyklos-*_aarch64.whl)"
     say "arm: program and wheel for aarch64"
     [ ${#untested[@]} = 0 ] || return 0
     # A Python for aarch64 out of Debian's packages, which an emulator runs: nothing of it is installed on this machine.
