@@ -103,7 +103,7 @@ check_package() {
 
 # archive FOLDER NAME: an archive whose bytes depend on its files and on the commit only.
 archive() {
-    tar -C "$1" --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$(git log -1 --format=%ct)" -cf - "$2" | gzip -9n >"$result/$2.tar.gz"
+    tar -C "$1" --format=ustar --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$(git log -1 --format=%ct)" -cf - "$2" | gzip -9n >"$result/$2.tar.gz"
 }
 
 # The program for a processor, with what belongs to it: `program_archive PROCESSOR FOLDER-WITH-IT`.
@@ -168,24 +168,31 @@ part_wheel() {
 }
 
 part_sdist() {
-    local cargo_home=${CARGO_HOME:-$HOME/.cargo} toolchain
+    local name=kyklos-$version folder=$work/sdist-unpacked
     tools
-    rm -f python/LICENSE-THIRD-PARTY
-    "$work/venv/bin/maturin" sdist -m python/Cargo.toml -o "$result"
-    check_package "$result/kyklos-$version.tar.gz"
+    rm -rf python/LICENSE-THIRD-PARTY "$folder"
+    mkdir -p "$folder"
+    "$work/venv/bin/maturin" sdist -m python/Cargo.toml -o "$folder"
+    # Maturin packs the lock of the whole workspace, which Cargo refuses with --locked, and a crate for tests of the CUDA backend.
+    tar -xzf "$folder/$name.tar.gz" -C "$folder"
+    rm -r "$folder/$name/cuda-backend/fake"
+    sed -i '/^kyklos-fake-cuda/d; s|"cuda-backend/fake", ||' "$folder/$name/Cargo.toml" "$folder/$name/cuda-backend/Cargo.toml"
+    cargo metadata --quiet --offline --format-version 1 --manifest-path "$folder/$name/Cargo.toml" >/dev/null
+    ! grep '^checksum = ' "$folder/$name/Cargo.lock" | grep -vxFf Cargo.lock || fail "the lock of the source archive has packages that the workspace has not"
+    archive "$folder" "$name"
+    check_package "$result/$name.tar.gz"
     # pip builds with maturin from these wheels.
     "$python" -m pip download --quiet --disable-pip-version-check --only-binary :all: -d "$work/wheels" 'maturin>=1.16,<2'
-    toolchain=$(rustc --print sysroot)
     mkdir -p "$work/sdist"
     # With the toolchain on the PATH of pip, and a folder for what it compiles, so that a second run is shorter.
     numpy
     with_cargo --read "$result" --read "$work/wheels" --read "$python_folder" --write "$work/sdist" -- bash -euc '
         "$1" -m venv environment
-        CARGO_TARGET_DIR="$5" environment/bin/pip install --quiet --disable-pip-version-check --no-index --find-links "$2" "$3" numpy
+        CARGO_TARGET_DIR="$5" MATURIN_PEP517_ARGS=--locked environment/bin/pip install --quiet --disable-pip-version-check --no-index --find-links "$2" "$3" numpy
         environment/bin/python -m kyklos cpu
         [ "$(environment/bin/python -m kyklos --version)" = "kyklos $4" ]
-    ' bare "$python" "$work/wheels" "$result/kyklos-$version.tar.gz" "$version" "$work/sdist"
-    say "sdist: built, installed and tested in a bare system"
+    ' bare "$python" "$work/wheels" "$result/$name.tar.gz" "$version" "$work/sdist"
+    say "sdist: built with its lock, installed and tested in a bare system"
 }
 
 part_arm() {
