@@ -47,6 +47,11 @@ while [ $# -gt 0 ]; do
     *) break ;;
     esac
 done
+if $has_network && [ -e /etc/resolv.conf ]; then
+    # It may be a link into a folder that is empty here, such as /run.
+    resolver=$(realpath /etc/resolv.conf)
+    if [ ! -e "$root$resolver" ]; then mkdir -p "$(dirname "$root$resolver")" && cp "$resolver" "$root$resolver"; fi
+fi
 mkdir -p "$root/proc"
 mount -t proc proc "$root/proc"
 $has_network || ip link set lo up
