@@ -17,7 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 #: Lines of the entry of a release in the changelog.
 MOST_LINES = 150
-INCLUDE = re.compile(r'include_(?:str|bytes)!\(\s*(?:concat!\(\s*)?"([^"]+)"')
+INCLUDE = re.compile(r'include(?:_str|_bytes)?!\(\s*(?:concat!\(\s*)?"([^"]+)"')
+#: A module of tests in the file of what it tests, as rustfmt writes it.
+TESTS = re.compile(r"^#\[cfg\(test\)\]\nmod \w+ \{\n.*?^\}", re.DOTALL | re.MULTILINE)
 
 
 def cargo(*arguments: str) -> str:
@@ -68,7 +70,7 @@ def faults_of(package: dict, version: str, names: set[str]) -> list[str]:
     for name in sorted(files):
         if name.endswith(".rs"):
             # What tests include may be anywhere: packages are not tested.
-            code = (folder / name).read_text(encoding="utf-8").split("#[cfg(test)]\nmod ")[0]
+            code = TESTS.sub("", (folder / name).read_text(encoding="utf-8"))
             is_test = "/tests" in name
             for included in () if is_test else INCLUDE.findall(code):
                 path = (folder / name).parent.joinpath(included).resolve()
@@ -79,7 +81,7 @@ def faults_of(package: dict, version: str, names: set[str]) -> list[str]:
     return [f"{package['name']}: {fault}" for fault in faults]
 
 
-def faults_of_texts(version: str) -> list[str]:
+def faults_of_texts(version: str, folders: list[str]) -> list[str]:
     faults = []
     example = re.compile(r"```rust\n(.*?)```", re.DOTALL)
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "runtime/README.md")]
@@ -92,7 +94,7 @@ def faults_of_texts(version: str) -> list[str]:
         faults.append(f"CHANGELOG.md: the entry of {version} has more than {MOST_LINES} lines")
     elif "".join(re.findall(r"^### .*", entries[0], re.MULTILINE)[:1]) != "### What breaks":
         faults.append(f"CHANGELOG.md: the entry of {version} does not begin with what breaks")
-    for folder in ("python", *(each.parent.relative_to(ROOT).as_posix() for each in sorted(ROOT.glob("*/LICENSE-MIT")))):
+    for folder in ("python", *folders):
         for name in ("LICENSE-MIT", "LICENSE-APACHE"):
             path = ROOT / folder / name
             if not path.exists() or path.read_bytes() != (ROOT / name).read_bytes():
@@ -109,7 +111,8 @@ def main() -> None:
     found = re.search(r'^\[workspace\.package\]\nversion = "(.+)"$', (ROOT / "Cargo.toml").read_text(encoding="utf-8"), re.MULTILINE)
     if not found:
         sys.exit("packages: the root manifest has no version")
-    faults = [fault for each in packages for fault in faults_of(each, found[1], set(names))] + faults_of_texts(found[1])
+    folders = [Path(each["manifest_path"]).parent.relative_to(ROOT).as_posix() for each in packages]
+    faults = [fault for each in packages for fault in faults_of(each, found[1], set(names))] + faults_of_texts(found[1], folders)
     for fault in faults:
         print(fault, file=sys.stderr)
     if faults:
