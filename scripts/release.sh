@@ -49,7 +49,7 @@ untested=()
 if [[ " $* " == *" arm "* ]]; then
     if ! command -v qemu-aarch64 >/dev/null || [ ! -e /usr/aarch64-linux-gnu/lib/libc.so.6 ]; then
         untested=("the program for aarch64" "the wheel for aarch64")
-    elif ! command -v debootstrap >/dev/null; then
+    elif ! PATH=$PATH:/usr/sbin command -v debootstrap >/dev/null; then
         untested=("the wheel for aarch64")
     fi
     [ ${#untested[@]} = 0 ] || $may_skip || fail "${untested[*]} cannot be run: install qemu-user, libc6-arm64-cross and debootstrap, or --untested-aarch64"
