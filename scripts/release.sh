@@ -52,7 +52,7 @@ if [[ " $* " == *" arm "* ]]; then
     elif ! PATH=$PATH:/usr/sbin command -v debootstrap >/dev/null; then
         untested=("the wheel for aarch64")
     fi
-    [ ${#untested[@]} = 0 ] || $may_skip || fail "${untested[*]} cannot be run: install qemu-user, libc6-arm64-cross and debootstrap, or --untested-aarch64"
+    [ ${#untested[@]} = 0 ] || $may_skip || fail "what is for aarch64 cannot be run here: install qemu-user, libc6-arm64-cross and debootstrap, or --untested-aarch64"
 fi
 # SHA256SUMS is about what this run makes, and nothing else.
 rm -rf "$result"
