@@ -2,7 +2,8 @@
 # Makes everything that a release has, into target/release-VERSION/, and tests each part in a bare system (scripts/tools/bare.sh) that has
 # nothing of this checkout: the packages for crates.io, the program and the wheel for Linux on x86-64 and aarch64 (glibc 2.28 and later),
 # the source archive for PyPI, licence texts of everything that is linked in, and SHA256SUMS. What an earlier run has made goes first.
-# Publishes nothing; the last lines say what does. Two hours on two cores from a fresh clone. Needs Linux on x86-64, rustup, Python 3.10 and what the scripts that it calls need.
+# Publishes nothing; the last lines say what does. Two hours on two cores from a fresh clone. Needs Linux on x86-64, rustup, Python 3.10
+# and what the scripts that it calls need.
 #   scripts/release.sh                    all parts
 #   scripts/release.sh wheel sdist        some of: crates, program, wheel, sdist, arm; into target/release-VERSION-parts/
 #   scripts/release.sh --draft [PART]...  also from a checkout with changes, and before the changelog has a date
