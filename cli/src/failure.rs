@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kyklos::{Error, PlanError};
-use kyklos_transport::{BootstrapKind, RefusalReason, TransportError, harmless};
+use kyklos_transport::{RefusalReason, TransportError, harmless};
 
 use crate::{activity, hints};
 
@@ -90,16 +90,9 @@ fn exit_code(error: &Error) -> u8 {
         | Error::Group { source: TransportError::Refused { reason, .. }, .. } => {
             *reason == RefusalReason::WrongRequest
         }
-        Error::Transport(error) => is_wrong_request(error.bootstrap_kind()),
         _ => false,
     };
     if is_wrong { 2 } else { 1 }
-}
-
-/// Whether a group does not form because of what this process was given: it fails again.
-fn is_wrong_request(kind: BootstrapKind) -> bool {
-    use BootstrapKind::{Address, GivenAway, Invitation, KeyList, Token};
-    matches!(kind, Address | GivenAway | Invitation | KeyList | Token)
 }
 
 impl From<TransportError> for Failure {
@@ -112,9 +105,9 @@ impl From<kyklos_launch::Error> for Failure {
     fn from(error: kyklos_launch::Error) -> Self {
         let text = hints::of_launch(&error);
         match error {
-            kyklos_launch::Error::Transport(error) => error.into(),
             // No rank has tried anything yet.
             error if error.is_refusal() => Self::refused(text),
+            kyklos_launch::Error::Transport(error) => error.into(),
             _ => Self::run(text),
         }
     }

@@ -98,7 +98,7 @@ pub(crate) fn of_bootstrap(kind: BootstrapKind) -> Option<&'static str> {
         BootstrapKind::Clock => {
             "date -u prints the clock of a host, kyklos certs show from when a file is valid"
         }
-        BootstrapKind::Address => "--bind for what this rank listens at, --coordinator for the port",
+        BootstrapKind::Address => "--bind is the address of this rank, --coordinator has the port of rank 0",
         BootstrapKind::SmallMtu => "--network tcp on all ranks",
         BootstrapKind::KeyList => {
             "kyklos certs show prints the hash of a key, and the list of the authority has it"

@@ -78,7 +78,7 @@ fn run_command() -> ExitCode {
     let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
     if words.iter().any(|word| word == "--json") {
         failure::answer_in_json();
-        failure::answers_for_group(rank_before_joining(&words).is_none_or(|rank| rank == 0));
+        failure::answers_for_group(answers_before_joining(&words));
     }
     let cli = match Cli::read() {
         Ok(cli) => cli,
@@ -95,18 +95,23 @@ fn run_command() -> ExitCode {
     end(cli.command.run())
 }
 
-/// The rank that the command line or a launcher gives to a process of `attend`; `None`: it is
-/// alone.
-fn rank_before_joining(words: &[String]) -> Option<u32> {
-    let all_here = words.iter().any(|word| word == "--ranks" || word.starts_with("--ranks="));
-    if all_here || words.get(1).is_none_or(|command| command != "attend") {
-        return None;
-    }
-    let given = words.iter().enumerate().find_map(|(at, word)| match word.strip_prefix("--rank")? {
-        "" => words.get(at + 1)?.parse().ok(),
-        value => value.strip_prefix('=')?.parse().ok(),
-    });
-    given.or_else(kyklos_launch::rank_in_environment)
+/// Whether this process is rank 0 as far as the command line and a launcher say, or alone.
+fn answers_before_joining(words: &[String]) -> bool {
+    let value = |option: &str| {
+        words.iter().enumerate().find_map(|(at, word)| match word.strip_prefix(option)? {
+            "" => Some(words.get(at + 1).map_or("", String::as_str)),
+            value => value.strip_prefix('='),
+        })
+    };
+    let is_rank = words.get(1).is_some_and(|command| command == "attend") && value("--ranks").is_none();
+    // Who has an invitation is rank 0, who has a token another rank.
+    let answers =
+        || match value("--rank").map_or_else(kyklos_launch::rank_in_environment, |rank| rank.parse().ok()) {
+            _ if value("--invite").is_some() => true,
+            Some(rank) => rank == 0,
+            None => value("--join").is_none() && std::env::var_os(kyklos_launch::variables::JOIN).is_none(),
+        };
+    !is_rank || answers()
 }
 
 fn end(result: failure::Result<u8>) -> ExitCode {

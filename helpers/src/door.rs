@@ -252,6 +252,6 @@ const ANY: IpAddr = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
 /// For how long a door waits at a time.
 const ROUND: Duration = Duration::from_secs(10);
 /// Failures in a row before they are told.
-const FORGIVEN: u32 = 4;
+const FORGIVEN: u32 = 8;
 const PAUSE: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(100);

@@ -209,7 +209,7 @@ const MESSAGE: Duration = Duration::from_secs(60);
 const MEASURING: Duration = Duration::from_secs(120);
 const LEAVING: Duration = Duration::from_secs(2);
 /// A helper that is alive leaves at once. One that is not is waited for on a thread of its own.
-const FAREWELL: Duration = Duration::from_secs(20);
+const FAREWELL: Duration = Duration::from_secs(4);
 const FEW: usize = 64;
 const HOPS: u32 = 4;
 const FIRST: usize = 256 << 10;

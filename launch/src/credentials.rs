@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kyklos_transport::Rank;
 use kyklos_transport::quic::{Date, EnrolConfig, Enrolled, Identity, Invitation, Token, enrol};
+use kyklos_transport::{BootstrapKind, Rank};
 
 use crate::address::{HostPort, left, resolve};
 use crate::error::{Error, RequestKind, Result};
@@ -113,7 +113,10 @@ impl Credentials {
         options.link.check(config.bind, 2).map_err(Error::Link)?;
         config.link = options.link;
         config.deadline = left(until);
-        let enrolled = enrol(config)?;
+        let enrolled = enrol(config).map_err(|error| match error.bootstrap_kind() {
+            BootstrapKind::Token | BootstrapKind::GivenAway => Error::Credentials(error),
+            _ => error.into(),
+        })?;
         if let Some(path) = &options.identity {
             let path = PathBuf::from(path.to_string_lossy().replace(RANK, &enrolled.rank.to_string()));
             enrolled.identity.write_file(&path)?;

@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::io;
 use std::path::PathBuf;
 
-use kyklos_transport::TransportError;
+use kyklos_transport::{BootstrapKind, TransportError};
 
 /// Why a process cannot join a group.
 #[derive(Debug, thiserror::Error)]
@@ -48,8 +48,8 @@ pub enum Error {
         /// The system's answer.
         source: io::Error,
     },
-    /// An identity, an invitation or a list of revoked keys cannot be used. Nothing has been sent
-    /// but a word of that to rank 0.
+    /// An identity, an invitation, a token or a list of revoked keys cannot be used. Nothing has
+    /// been sent but a word of that to rank 0, or the token.
     #[error(transparent)]
     Credentials(TransportError),
     /// The group did not form.
@@ -86,7 +86,11 @@ impl Error {
     /// Whether this process refuses before it belongs to a group: the request or a file that it
     /// names is wrong, so that another attempt fails the same way.
     pub fn is_refusal(&self) -> bool {
-        self.is_request() || matches!(self, Self::ClusterFile { .. } | Self::Credentials(_))
+        match self {
+            Self::ClusterFile { .. } | Self::Credentials(_) => true,
+            Self::Transport(error) => error.bootstrap_kind() == BootstrapKind::Address,
+            _ => self.is_request(),
+        }
     }
 }
 

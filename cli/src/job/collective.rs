@@ -83,8 +83,8 @@ impl CollectiveOptions {
         let agreed = (formed.to_string(), formed.nccl);
         let why = match formed.refusal {
             Some(refusal) if collective == CollectiveName::Nccl => {
-                // All ranks have decided so, before anything ran.
-                return Err(Failure::refused_here(format!("{refusal}: use --collective host")));
+                let failure = Failure::run(format!("{refusal}: use --collective host"));
+                return Err(if refusal.has_failed { failure } else { failure.into_refusal() });
             }
             refusal => refusal.map_or_else(String::new, |refusal| format!("{refusal}; ")),
         };

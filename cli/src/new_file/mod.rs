@@ -81,9 +81,9 @@ pub(crate) fn check_writable(option: &str, path: &Path, example: &str) -> Result
     let made = match std::fs::metadata(path) {
         // Also a pipe, which must not be opened before somebody reads it.
         Ok(there) if !there.is_file() => Ok(()),
-        Ok(_) => {
-            OpenOptions::new().write(true).open(path).map(drop).map_err(|error| cannot_create(path, &error))
-        }
+        Ok(_) => OpenOptions::new().write(true).open(path).map(drop).map_err(|error| {
+            Failure::refused_here(format!("cannot write {}: {error}: name another file", path.display()))
+        }),
         Err(_) => NewFile::create(path).map(drop),
     };
     made.map_err(|failure| Failure { text: format!("{option}: {}", failure.text), ..failure })

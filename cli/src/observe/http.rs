@@ -68,7 +68,10 @@ pub(super) fn serve(address: SocketAddr, service: Service) -> Result<SocketAddr>
     let cannot = |error: io::Error| {
         let failure = Failure::run(format!("cannot serve {name} at {address}: {error}"));
         // An address that this machine has not, or that is closed to this user.
-        let is_wrong = [ErrorKind::AddrNotAvailable, ErrorKind::PermissionDenied].contains(&error.kind());
+        let is_wrong = match error.kind() {
+            ErrorKind::PermissionDenied => (1..1024).contains(&address.port()),
+            kind => kind == ErrorKind::AddrNotAvailable,
+        };
         if is_wrong { failure.into_refusal() } else { failure }
     };
     let listener = TcpListener::bind(address).map_err(cannot)?;

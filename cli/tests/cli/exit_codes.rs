@@ -79,6 +79,17 @@ fn with_json_an_error_is_one_object_on_standard_output_too() {
             assert_eq!((output.status.code(), !stdout(&output).is_empty()), (Some(2), answers), "{group}");
         }
     }
+    for (process, answers) in [
+        ("RANK=1 ATTEND", true),
+        ("RANK=1 WORLD_SIZE=2 ATTEND --ranks 2", true),
+        ("RANK=1 WORLD_SIZE=2 plan", true),
+        ("ATTEND --invite invitation.pem", true),
+        ("ATTEND --join token", false),
+        ("KYKLOS_JOIN=token ATTEND", false),
+    ] {
+        let output = finish(place.start(&format!("{process} --json --nonsense")), Duration::from_secs(120));
+        assert_eq!((output.status.code(), !stdout(&output).is_empty()), (Some(2), answers), "{process}");
+    }
     // What has printed its result adds no error to it.
     let line = "attend --shape 1,64,4,2,8 --scale 3e38 --verify --json --device cpu";
     let output = finish(place.start(line), Duration::from_secs(120));

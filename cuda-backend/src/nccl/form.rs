@@ -249,11 +249,11 @@ fn verdict(notes: &[Bytes]) -> Verdict {
             Some((&IS_MADE, [])) => {}
             Some((&IS_UNDER_WAY, [])) => all = Verdict::Wait,
             Some((&HAS_FAILED, why)) => {
-                return Verdict::Failed(NcclRefusal::of(rank, String::from_utf8_lossy(why)));
+                return Verdict::Failed(NcclRefusal::failed(rank, String::from_utf8_lossy(why)));
             }
             _ => {
                 let why = "its status has a form that this release does not know";
-                return Verdict::Failed(NcclRefusal::of(rank, why));
+                return Verdict::Failed(NcclRefusal::failed(rank, why));
             }
         }
     }
@@ -299,7 +299,7 @@ fn name(rank: Rank, note: &[u8]) -> std::result::Result<UniqueId, NcclRefusal> {
         Some((&UNNAMED, why)) => String::from_utf8_lossy(why),
         _ => "it has sent no name".into(),
     };
-    Err(NcclRefusal::of(rank, why))
+    Err(NcclRefusal::failed(rank, why))
 }
 
 #[cfg(test)]
@@ -316,7 +316,7 @@ mod tests {
             (&[9; 129], "it has sent no name"),
             (b"\0no network", "no network"),
         ] {
-            assert_eq!(name(Rank(2), note).unwrap_err(), NcclRefusal::of(Rank(2), why));
+            assert_eq!(name(Rank(2), note).unwrap_err(), NcclRefusal::failed(Rank(2), why));
         }
     }
 
@@ -327,7 +327,7 @@ mod tests {
         let failed = status(b"\x02no network");
         assert_eq!(verdict(&[made.clone(), made.clone()]), Verdict::Made);
         assert_eq!(verdict(&[under_way.clone(), made.clone()]), Verdict::Wait);
-        let told = Verdict::Failed(NcclRefusal::of(Rank(1), "no network"));
+        let told = Verdict::Failed(NcclRefusal::failed(Rank(1), "no network"));
         assert_eq!(verdict(&[under_way, failed, made.clone()]), told);
         for unknown in [&[][..], &[9], &[IS_MADE, 1]] {
             assert!(

@@ -45,7 +45,8 @@ impl NcclIsland {
 /// ```
 /// use kyklos_cuda::NcclRefusal;
 ///
-/// let refusal = NcclRefusal { rank: 1, why: "its device is AVX-512, not a CUDA device".to_owned() };
+/// let why = "its device is AVX-512, not a CUDA device".to_owned();
+/// let refusal = NcclRefusal { rank: 1, why, has_failed: false };
 /// assert_eq!(refusal.to_string(), "NCCL is not used: rank 1: its device is AVX-512, not a CUDA device");
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,6 +55,8 @@ pub struct NcclRefusal {
     pub rank: u32,
     /// The reason of that rank.
     pub why: String,
+    /// It could have: NCCL has failed, so that another attempt may end otherwise.
+    pub has_failed: bool,
 }
 
 impl std::fmt::Display for NcclRefusal {
@@ -66,7 +69,11 @@ impl std::error::Error for NcclRefusal {}
 
 impl NcclRefusal {
     pub(super) fn of(rank: Rank, why: impl Into<String>) -> Self {
-        Self { rank: rank.0, why: why.into() }
+        Self { rank: rank.0, why: why.into(), has_failed: false }
+    }
+
+    pub(super) fn failed(rank: Rank, why: impl Into<String>) -> Self {
+        Self { has_failed: true, ..Self::of(rank, why) }
     }
 }
 

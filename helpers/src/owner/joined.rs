@@ -179,6 +179,7 @@ impl Owner {
 impl Drop for Owner {
     fn drop(&mut self) {
         self.links.drain(..).for_each(let_go);
+        self.back.try_iter().filter_map(|(_, link)| link.ok()).for_each(|link| let_go(*link));
     }
 }
 

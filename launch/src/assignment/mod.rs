@@ -86,12 +86,14 @@ pub fn rank_variables() -> Option<String> {
     (!set.is_empty()).then(|| set.join(" "))
 }
 
-/// The rank of this process as a launcher's environment says it, also where its other variables
+/// The rank of this process as a launcher's environment says it, also where variables beside it
 /// are wrong; `None` without a launcher.
 pub fn rank_in_environment() -> Option<u32> {
     let variables = Variables::of_process();
+    let is_set =
+        |launcher: &&Launcher| launcher.rank_variables.iter().all(|name| variables.text(name).is_some());
     let rank = |launcher: &Launcher| variables.text(launcher.rank_variables[0])?.value.parse().ok();
-    LAUNCHERS.iter().find_map(rank)
+    LAUNCHERS.iter().filter(is_set).find_map(rank)
 }
 
 /// The index of this process among those of its host, as the environment of a launcher says it;

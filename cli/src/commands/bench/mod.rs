@@ -74,7 +74,7 @@ fn kernels(args: &BenchArgs) -> Result<()> {
     if !args.against.is_empty() {
         return bench_against(args, &devices, &cases);
     }
-    let (mut lines, mut all_refused) = (Vec::new(), true);
+    let mut lines = Vec::new();
     for device in devices {
         let mut seen = Vec::new();
         for kernel in &args.kernel.0 {
@@ -82,27 +82,20 @@ fn kernels(args: &BenchArgs) -> Result<()> {
                 // `auto` may be one of the other kernels: it is not timed twice.
                 Ok(backend) if seen.contains(&backend.info().kernel) => {}
                 Ok(backend) => {
-                    all_refused = false;
                     seen.push(backend.info().kernel.clone());
                     lines.extend(cases.iter().map(|case| case.line(device, &backend, args)));
                 }
-                Err(failure) => {
-                    all_refused &= failure.exit == 2;
-                    lines.extend(cases.iter().map(|case| {
-                        let info = device.describe();
-                        case.empty_line(device, (info.name, info.driver, kernel.to_string()), &failure)
-                    }));
-                }
+                Err(failure) => lines.extend(cases.iter().map(|case| {
+                    let info = device.describe();
+                    case.empty_line(device, (info.name, info.driver, kernel.to_string()), &failure)
+                })),
             }
         }
     }
     print(&if args.json { json(&lines)? } else { text(&lines) })?;
     match lines.iter().filter(|line| line.error.is_some()).count() {
         0 => Ok(()),
-        count => {
-            let failure = Failure::run(format!("{count} of {} combinations were not measured", lines.len()));
-            Err(if all_refused { failure.into_refusal() } else { failure })
-        }
+        count => Err(Failure::run(format!("{count} of {} combinations were not measured", lines.len()))),
     }
 }
 

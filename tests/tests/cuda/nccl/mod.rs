@@ -156,7 +156,7 @@ fn decisions() -> Vec<Scenario> {
                         why: &'static str| {
         let mut scenario = scenario(name, 2, nccl, move || {
             let start = Instant::now();
-            let NcclRefusal { rank: of, why: text } = on(device, options);
+            let NcclRefusal { rank: of, why: text, .. } = on(device, options);
             assert!(rank.is_none_or(|rank| rank == of) && text.contains(why), "rank {of}: {text}");
             // Long before the time to form is over, unless the ranks are to wait for that.
             assert!(start.elapsed() < HANGS_AFTER, "{:?}: {text}", start.elapsed());

@@ -35,7 +35,9 @@ pub(crate) fn bind(address: SocketAddr, carrier: Carrier) -> Result<SystemSocket
             io::ErrorKind::AddrNotAvailable => {
                 (BootstrapKind::Address, ": listen on an address of this machine, or leave it out")
             }
-            io::ErrorKind::PermissionDenied => (BootstrapKind::Address, ": use a port from 1024 on"),
+            io::ErrorKind::PermissionDenied if (1..1024).contains(&address.port()) => {
+                (BootstrapKind::Address, ": use a port from 1024 on")
+            }
             _ => (BootstrapKind::Other, "; is another job using it?"),
         };
         kind.error(format!("cannot listen on {address} ({carrier}): {error}{why}"))
