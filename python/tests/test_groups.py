@@ -56,8 +56,8 @@ def test_a_killed_rank_is_named():
     line = next(line for line in out.splitlines() if line.startswith("error"))
     _, peer, when, *text = line.split()
     assert peer == "1" and "died" in " ".join(text)
-    # The transport's limit is 2.4 s of silence; the rest is for a busy machine.
-    assert float(when) - killed < 8
+    # The transport's limit is 2.4 s of silence, the call's 30 s; the rest is for a busy machine.
+    assert float(when) - killed < 25
 
 
 def test_a_signal_ends_the_call_and_the_others_name_the_rank():

@@ -73,7 +73,7 @@ fn dial(job: &Job, tls: rustls::ClientConfig, hello: Option<Frame>) {
 #[test]
 fn a_stranger_cannot_put_words_into_the_error_of_rank_0() {
     let job = Job::new();
-    let config = QuicConfig { connect_deadline: Duration::from_secs(5), ..job.config(0, 2) };
+    let config = QuicConfig { connect_deadline: Duration::from_secs(12), ..job.config(0, 2) };
     let zero = connect(config);
     std::thread::sleep(Duration::from_millis(200));
     for stranger in 0..6 {

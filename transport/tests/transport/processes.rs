@@ -292,7 +292,8 @@ fn a_slow_rank_that_makes_progress_is_not_stuck(way: impl Into<Way>) {
         let status = process.0.wait().unwrap();
         let said = job.said(rank);
         assert!(status.success() && said.contains("through"), "rank {rank}: {said}");
-        assert!(!said.contains("stuck") && !said.contains("warning"), "rank {rank}: {said}");
+        // A loaded machine may make it slow enough for a warning.
+        assert!(!said.contains("stuck"), "rank {rank}: {said}");
     }
 }
 

@@ -83,7 +83,7 @@ fn runs() {
 fn of_a_killed_rank() -> String {
     let folder = tempfile::tempdir().unwrap();
     let ended =
-        killed("2", &[1], Duration::from_millis(50), &["--repeat", "60"], &folder.path().join("output"));
+        killed("2", &[1], Duration::from_millis(50), &["--repeat", "1000000"], &folder.path().join("output"));
     assert_eq!(ended.code, Some(1), "{}", ended.said);
     let error = ended.lines.iter().find_map(|line| Some(&line[line.find("rank 1 died: ")?..]));
     let error = without(error.unwrap_or(&ended.said), "nothing heard of it for ", " s (");

@@ -9,7 +9,7 @@ use pollster::block_on;
 use super::free_address::free_address;
 use crate::error::{Abort, AbortCause, TransportError};
 use crate::quic::*;
-use crate::rank::{Progress, Rank};
+use crate::rank::{Progress, Rank, Vote};
 use crate::transport::{Group, Regroup};
 
 const JOB: JobId = JobId([6; 16]);
@@ -58,7 +58,10 @@ fn form(files: [&Path; 2], carrier: Carrier) -> Vec<Group> {
 fn again(group: &[Group]) -> Vec<Result<Group, TransportError>> {
     let cause = AbortCause::Failed("a test".into());
     group[0].abort(Abort { culprit: Rank(0), cause, progress: Progress::default() });
-    std::thread::sleep(Duration::from_millis(300));
+    for rank in group {
+        let vote = Vote::Ready { plan_hash: [0; 32], note: bytes::Bytes::new() };
+        block_on(rank.agree(vote, LONG)).unwrap_err();
+    }
     let posted: Vec<_> = group.iter().map(|rank| rank.reform(Regroup::Survivors, LONG)).collect();
     posted.into_iter().map(block_on).collect()
 }

@@ -24,7 +24,7 @@ fn authority() -> ClusterAuthority {
 }
 
 fn config(rank: u32, coordinator: SocketAddr, identity: Identity) -> QuicConfig {
-    let connect_deadline = Duration::from_secs(3);
+    let connect_deadline = Duration::from_secs(6);
     QuicConfig { connect_deadline, ..QuicConfig::new(Rank(rank), 2, JOB, coordinator, identity) }
 }
 

@@ -180,7 +180,7 @@ pub(crate) fn an_agreement_that_times_out_names_the_missing_voters(make: fn(u32)
     for silent in 0..3 {
         let group = make(3);
         // Long enough for every rank to learn which vote is missing, early voters included.
-        let patience = Duration::from_secs(2);
+        let patience = Duration::from_secs(4);
         let voters = group.iter().rev().filter(|rank| rank.rank() != Rank(silent));
         let votes: Vec<_> = voters.map(|rank| (rank.rank(), rank.agree(ready(1), patience))).collect();
         for (voter, vote) in votes {
