@@ -81,9 +81,11 @@ pub(super) fn issue(args: &IssueArgs) -> Result<()> {
 
 /// Adds a line to the authority's list of issued identities.
 fn record(path: &Path, line: &str) -> Result<()> {
+    let cannot = |error| Failure::file("write the list of issued identities", path, &error);
     let file = OpenOptions::new().append(true).create(true).open(path);
-    file.and_then(|mut file| file.write_all(line.as_bytes()))
-        .map_err(|error| Failure::file("write the list of issued identities", path, &error).into_refusal())
+    // Closed to this user: before the first identity. Where the disk is full, some may be there.
+    let mut file = file.map_err(|error| cannot(error).into_refusal())?;
+    file.write_all(line.as_bytes()).map_err(cannot)
 }
 
 /// File in the authority's folder: one line for each identity, which starts with its key in the
