@@ -1,9 +1,11 @@
 """PyTorch as a device of Kyklos: torch_device.py claims|times [DEVICE]      DEVICE: cuda:0 by default, or cpu, for a rehearsal
 
-claims: which kernels are used, and the contract of backends, claim by claim. times: a call of one rank beside PyTorch's
-scaled_dot_product_attention, forward and gradients, and two ranks of one process, which share the GPU.
+claims: which kernels are used, and the contract of backends, claim by claim, where PyTorch is told to repeat gradients bit by bit.
+times: a call of one rank beside PyTorch's scaled_dot_product_attention, forward and gradients, and two ranks of one process, which
+share the GPU; then the same with each newer flash attention that is installed.
 """
 
+import os
 import statistics
 import sys
 import time
@@ -22,6 +24,9 @@ ON_CPU = DEVICE == "cpu"
 
 def claims():
     wrong = 0
+    # Without it cuBLAS refuses to promise the same bits.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
     with kyklos.Group.local(1, device=f"torch:{DEVICE}")[0] as group:
         for dtype in ("float32", "float16", "bfloat16"):
             print(f"kernels for {dtype}:", ", ".join(f"{dim}: {group.kernel(dim, dtype)}" for dim in (64, 96, 128, 256)), flush=True)
@@ -63,6 +68,19 @@ def compare(case, calls):
 
 
 def times():
+    compare_shapes()
+    for version in ("FA3", "FA4"):
+        try:
+            torch.nn.attention.activate_flash_attention_impl(version)
+        except (ImportError, RuntimeError, ValueError, AttributeError) as why:
+            print(f"without {version}: {why}", flush=True)
+            continue
+        print(f"with {version}", flush=True)
+        compare_shapes()
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+def compare_shapes():
     shapes = [(512, 2, 64)] if ON_CPU else [(4096, 16, 128), (16384, 16, 128), (16384, 32, 64)]
     groups = {ranks: kyklos.Group.local(ranks, device=f"torch:{DEVICE}") for ranks in (1, 2)}
     for tokens, heads, dim in shapes:

@@ -201,6 +201,12 @@ impl GradientLimit {
         }
     }
 
+    /// This limit for kernels that round the gradients of each block, by the part `error` of the
+    /// largest element `max_abs`.
+    pub fn with_rounded_blocks(self, error: f64, max_abs: f64) -> Self {
+        Self { abs: self.abs + error * max_abs, relative: self.relative + error, ..self }
+    }
+
     /// The largest accepted error.
     pub fn abs(&self) -> f64 {
         self.abs

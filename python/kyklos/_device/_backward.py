@@ -50,7 +50,13 @@ def bias_sum(buffer: torch.Tensor, place: Place, shape: tuple[int, int, int], co
 def attend(block: Block, piece: Piece, to: Gradients, kernel: Kernel | None) -> None:
     """Adds the gradients of ``piece``."""
     if kernel is not None and to.d_bias is None:
-        found = kernel.gradients(block, piece, to.d_o, to.stats)
+        try:
+            found = kernel.gradients(block, piece, to.d_o, to.stats)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            # A shape for which it has no plan. A device that is lost fails below again.
+            found = None
         if found is not None:
             dq, dk, dv = found
             to.dq[piece.batch, :, piece.rows].add_(dq)

@@ -43,16 +43,17 @@ class Device:
 
     def info(self) -> tuple[str, str, str]:
         """Name, driver, and kernel."""
-        return f"torch:{self.device}", f"PyTorch {torch.__version__}", self.kernels.names(torch.bfloat16, 128)
+        return f"torch:{self.device}", f"PyTorch {torch.__version__}", self.kernels.names(torch.bfloat16, 128, gradients=False)
 
-    def accuracy(self, dtype: str) -> tuple[float, float]:
-        """How far results may be off beyond float32 arithmetic: of a log-sum-exp, and of the output of a block relative to its
-        largest element."""
+    def accuracy(self, dtype: str) -> tuple[float, float, float]:
+        """How far results may be off beyond float32 arithmetic: of a log-sum-exp, and of the output and the gradients of a block
+        relative to their largest element."""
         return self.kernels.accuracy(DTYPES[dtype])
 
     def kernel(self, dtype: str, dim: int) -> str:
         """The kernels for elements of a type and a head dim, in words."""
-        return self.kernels.names(DTYPES[dtype], dim)
+        forward, gradients = (self.kernels.names(DTYPES[dtype], dim, gradients=which) for which in (False, True))
+        return forward if forward == gradients else f"{forward}; gradients: {gradients}"
 
     @property
     def is_cpu(self) -> bool:
@@ -295,7 +296,7 @@ class Device:
 
     def attend_backward(self, block: Block, gradients: Gradients, piece: tuple[Any, ...]) -> None:
         part = _piece(*piece)
-        _backward.attend(block, part, gradients, self.kernels.of(block, part))
+        _backward.attend(block, part, gradients, self.kernels.of(block, part, gradients=True))
 
 
 def _results(dtype: str, shape: Shape, o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,6 +35,10 @@ class Kernel:
     dim_step = 8
     #: Types of elements, and the type in which it is given them.
     dtypes: Mapping[torch.dtype, torch.dtype] = {torch.float16: torch.float16, torch.bfloat16: torch.bfloat16}
+    #: The same of gradients: none without a kernel for them.
+    gradient_dtypes: Mapping[torch.dtype, torch.dtype] = {}
+    #: Whether equal calls have equal gradients under ``torch.use_deterministic_algorithms(True)``.
+    repeats_gradients = True
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
@@ -53,16 +57,18 @@ class Kernel:
         causal: bool,
         terms: torch.Tensor | None,
         scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """The gradients of q, k and v in float32, for float32 tensors; ``None`` without a kernel for it."""
-        return None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradients of q, k and v, of their type and shape."""
+        raise NotImplementedError
 
-    def accuracy(self, dtype: torch.dtype) -> tuple[float, float]:
-        """The largest error of a log-sum-exp, and of the output of a block relative to its largest element, beyond float32
-        arithmetic. Kernels in 16 bits take exponentials that are good enough for those (on the CPU 5.5e-5 was seen), and round
-        the output."""
-        given = self.dtypes.get(dtype, torch.float32)
-        return (0.0, 0.0) if given == torch.float32 else (2**-13, torch.finfo(given).eps / 2)
+    def accuracy(self, dtype: torch.dtype) -> tuple[float, float, float]:
+        """The largest error of a log-sum-exp, and of the output and the gradients of a block relative to their largest element,
+        beyond float32 arithmetic. Kernels in 16 bits take exponentials that are good enough for those (on the CPU 5.5e-5 was
+        seen), and round the output, the gradients of each query head, and their sum over the heads of a group."""
+        given, of_gradients = (kinds.get(dtype, torch.float32) for kinds in (self.dtypes, self.gradient_dtypes))
+        wide = torch.float32
+        log_sum_exp, output = (0.0, 0.0) if given == wide else (2**-13, torch.finfo(given).eps / 2)
+        return log_sum_exp, output, 0.0 if of_gradients == wide else torch.finfo(of_gradients).eps
 
     def takes(self, block: Block, piece: Piece) -> bool:
         dim = block.q.shape[3]
@@ -74,6 +80,10 @@ class Kernel:
             and dim % self.dim_step == 0
             and (self.masked or not masked)
         )
+
+    def takes_gradients(self, block: Block, piece: Piece) -> bool:
+        repeats = self.repeats_gradients or not torch.are_deterministic_algorithms_enabled()
+        return block.q.dtype in self.gradient_dtypes and repeats and self.takes(block, piece)
 
     def attend(self, block: Block, piece: Piece) -> tuple[State, torch.Tensor | None]:
         """The state of a piece, and which of its rows are right, bool ``[batch, heads, rows]``; ``None`` for all."""
@@ -87,8 +97,7 @@ class Kernel:
         # No q·k is larger than this product, which is NaN if an element is. Of float16 none is too large, and NaN shows in `lse`.
         size = _norm(q) * _norm(k) if block.q.dtype != torch.float16 else 0.0 * lse.sum()
         # A sum of numbers that are not all finite is not finite.
-        total = o.sum(dtype=torch.float32) if dtype == torch.float16 else o.sum()
-        usual = (size < LARGEST_PRODUCT) & (lse.abs().amax() <= largest) & torch.isfinite(total)
+        usual = (size < LARGEST_PRODUCT) & (lse.abs().amax() <= largest) & torch.isfinite(_sum(o))
         # Kernels give a row whose logits are all −∞ the output and log-sum-exp 0, which is also the row of one key with the logit 0.
         empty = lse == 0 if sees is None else (lse == 0) & sees
         if bool(usual & ~empty.any()):
@@ -111,30 +120,35 @@ class Kernel:
     def gradients(
         self, block: Block, piece: Piece, d_o: torch.Tensor, stats: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """The gradients of q, k and v of ``piece``, in float32; ``None`` if they may be wrong. ``d_o`` and ``stats`` have the rows of
-        the whole block."""
-        if type(self).run_backward is Kernel.run_backward:
-            return None
-        q = block.q[piece.batch, :, piece.rows].float()
-        k, v = (x[piece.batch, :, piece.keys].float() for x in (block.k, block.v))
-        d_o = d_o[piece.batch, :, piece.rows].float()
+        """The gradients of q, k and v of ``piece``; ``None`` if they may be wrong. ``d_o`` and ``stats`` have the rows of the
+        whole block."""
+        dtype = self.gradient_dtypes[block.q.dtype]
+        q = block.q[piece.batch, :, piece.rows].to(dtype)
+        k, v = (x[piece.batch, :, piece.keys].to(dtype) for x in (block.k, block.v))
+        d_o = d_o[piece.batch, :, piece.rows].to(dtype)
         lse, _, delta, _ = stats[piece.batch, :, piece.rows].unbind(-1)
         saw = lse != -EMPTY_M
         largest = LARGEST_OF_GRADIENTS if block.q.dtype == torch.float32 else LARGEST[torch.float32]
-        if not bool(saw.all()):
-            d_o = torch.where(saw[..., None], d_o, 0.0)
-        # The kernel computes δ as Σ d_o·o, and has no d_lse. So it gets another o, along d_o, whose sum is the δ that is wanted.
-        size = torch.linalg.vector_norm(d_o, dim=-1)
-        nothing = (size == 0) & (delta == 0)
-        o = d_o * torch.where(nothing, 0.0, delta / size / size)[..., None]
+        # The kernel computes δ as Σ d_o·o, and has no d_lse. So it gets another o, along d_o, whose sum is the δ that is wanted. In 16
+        # bits its terms have one sign: they round no more than those of the true o.
+        size = _norm_of_rows(d_o)
+        nothing = delta == 0
+        o = (d_o * torch.where(nothing, 0.0, delta / size / size)[..., None]).to(dtype)
         # The square of a size in between is a normal number.
         usual = (size > 1e-15) & (size < 1e15) | nothing
-        in_range = (_norm(q) * _norm(k) < LARGEST_PRODUCT) & _all_finite(v, d_o, o)
-        if not bool((usual & ((lse.abs() <= largest) | ~saw)).all() & in_range):
-            return None
-        terms, _ = _terms(block, piece, torch.float32)
-        found = self.run_backward(d_o, q, k, v, o, lse, piece.kind == "causal" and terms is None, terms, block.scale)
-        return found if found is not None and bool(_all_finite(*found)) else None
+        # In rows that saw nothing the weights are 0, and so are the gradients, whatever finite d_o they have.
+        right = (usual & ((lse.abs() <= largest) | ~saw)).all() & _all_finite(v, d_o, o)
+        if dtype != torch.float16:
+            right &= _norm(q) * _norm(k) < LARGEST_PRODUCT
+        terms, _ = _terms(block, piece, dtype)
+        kv_heads = k.shape[1]
+        if not self.grouped and kv_heads < q.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // kv_heads, 1) for x in (k, v))
+        causal = piece.kind == "causal" and terms is None
+        dq, dk, dv = self.run_backward(d_o, q, k, v, o, lse.contiguous(), causal, terms, block.scale)
+        if dk.shape[1] > kv_heads:
+            dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32) for x in (dk, dv))
+        return (dq, dk, dv) if bool(right & _all_finite(dq, dk, dv)) else None
 
     def _rows(
         self,
@@ -166,7 +180,11 @@ def _norm_of_rows(x: torch.Tensor) -> torch.Tensor:
 
 def _all_finite(*tensors: torch.Tensor) -> torch.Tensor:
     """Whether all elements are finite: their sums are. Sums that overflow count as not finite."""
-    return torch.stack([torch.isfinite(tensor.sum()) for tensor in tensors]).all()
+    return torch.stack([torch.isfinite(_sum(tensor)) for tensor in tensors]).all()
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum()
 
 
 def _state(o: torch.Tensor, lse: torch.Tensor, sees: torch.Tensor | None) -> State:

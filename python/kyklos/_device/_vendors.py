@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -16,7 +17,7 @@ from ._backward import attend as attend_backward
 from ._block import Block, Piece
 from ._forward import by_products
 from ._kernels import Kernel
-from ._state import EMPTY_M
+from ._state import EMPTY_M, State
 
 aten = torch.ops.aten
 
@@ -29,6 +30,8 @@ class FlashOnCpu(Kernel):
     largest_dim = 1 << 16
     dim_step = 1
     dtypes = {torch.float32: torch.float32, torch.float16: torch.float32, torch.bfloat16: torch.bfloat16}
+    #: In bfloat16 it would round the sums of each block.
+    gradient_dtypes = dict.fromkeys(dtypes, torch.float32)
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
@@ -46,7 +49,7 @@ class FlashOnCpu(Kernel):
         causal: bool,
         terms: torch.Tensor | None,
         scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_o, q, k, v, o, lse, 0.0, causal, attn_mask=terms, scale=scale
         )
@@ -56,12 +59,29 @@ class Flash(Kernel):
     """Flash attention on NVIDIA and AMD: version 2, or what ``torch.nn.attention.activate_flash_attention_impl`` has chosen."""
 
     name = "flash"
+    gradient_dtypes = Kernel.dtypes
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return o, lse
+
+    def run_backward(
+        self,
+        d_o: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        terms: torch.Tensor | None,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        counts = (None, None, q.shape[2], k.shape[2])
+        run = aten._scaled_dot_product_flash_attention_backward
+        return run(d_o, q, k, v, o, lse, *counts, 0.0, causal, *_no_dropout(q), scale=scale)
 
 
 class CuDnn(Kernel):
@@ -79,23 +99,44 @@ class CuDnn(Kernel):
 
 
 class Efficient(Kernel):
-    """Memory-efficient attention on NVIDIA and AMD, which takes masks."""
+    """Memory-efficient attention on NVIDIA and AMD, which takes masks and float32."""
 
     name = "efficient"
     masked = True
     grouped = False
+    dtypes = {**Kernel.dtypes, torch.float32: torch.float32}
+    gradient_dtypes = dtypes
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if terms is not None:
-            # It reads rows of terms in whole groups of 16 bytes.
-            count = k.shape[2]
-            padded = torch.nn.functional.pad(terms, (0, -count % 16))
-            terms = padded.expand(q.shape[0], q.shape[1], q.shape[2], -1)[..., :count]
-        o, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, terms, True, 0.0, causal, scale=scale)
+        run = aten._scaled_dot_product_efficient_attention
+        o, lse, *_ = run(q, k, v, _aligned(q, k, terms), True, 0.0, causal, scale=scale)
         # Rows are padded.
         return o, lse[..., : q.shape[2]]
+
+    def run_backward(
+        self,
+        d_o: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        terms: torch.Tensor | None,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if torch.version.hip is None:
+            lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % ROWS_OF_EFFICIENT), value=math.inf)
+        # It takes heads of one row of o to follow each other.
+        o = o.transpose(1, 2).contiguous().transpose(1, 2)
+        run = aten._scaled_dot_product_efficient_attention_backward
+        wanted = (True, True, True, False)
+        dq, dk, dv, _ = run(
+            d_o, q, k, v, _aligned(q, k, terms), o, lse, *_no_dropout(q), 0.0, wanted, causal, scale=scale
+        )
+        return dq, dk, dv
 
 
 class Overrideable(Kernel):
@@ -103,6 +144,9 @@ class Overrideable(Kernel):
 
     name = "the vendor's"
     grouped = False
+    gradient_dtypes = Kernel.dtypes
+    #: Nothing says so.
+    repeats_gradients = False
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
@@ -110,6 +154,44 @@ class Overrideable(Kernel):
         run = aten._scaled_dot_product_fused_attention_overrideable
         o, lse, *_ = run(q, k, v, None, 0.0, causal, False, scale=scale)
         return o, lse.reshape(q.shape[:3])
+
+    def run_backward(
+        self,
+        d_o: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        o: torch.Tensor,
+        lse: torch.Tensor,
+        causal: bool,
+        terms: torch.Tensor | None,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        counts = (None, None, q.shape[2], k.shape[2])
+        run = aten._scaled_dot_product_fused_attention_overrideable_backward
+        wanted = (True, True, True, False)
+        dq, dk, dv, _ = run(
+            d_o, q, k, v, None, wanted, o, lse, *counts, 0.0, causal, *_no_dropout(q), scale=scale
+        )
+        return dq, dk, dv
+
+
+#: On NVIDIA log-sum-exps of the efficient kernel are padded to a multiple of it, with ∞.
+ROWS_OF_EFFICIENT = 32
+
+
+def _aligned(q: torch.Tensor, k: torch.Tensor, terms: torch.Tensor | None) -> torch.Tensor | None:
+    """Terms for the efficient kernel, which reads their rows in whole groups of 16 bytes."""
+    if terms is None:
+        return None
+    count = k.shape[2]
+    padded = torch.nn.functional.pad(terms, (0, -count % 16))
+    return padded.expand(q.shape[0], q.shape[1], q.shape[2], -1)[..., :count]
+
+
+def _no_dropout(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state of a generator, which nothing reads without dropout."""
+    return q.new_empty(2, dtype=torch.int64), q.new_empty((), dtype=torch.int64)
 
 
 _BY_DEVICE: dict[str, list[type[Kernel]]] = {
@@ -133,34 +215,40 @@ class Kernels:
         if wanted and wanted not in [*names, PRODUCTS]:
             raise ValueError(f"KYKLOS_TORCH_KERNEL={wanted!r}: on {device} there are {', '.join([*names, PRODUCTS])}")
         self._kernels = [kernel for kernel in found if wanted in ("", kernel.name)]
-        self._is_right = cache(self._is_right)  # type: ignore[method-assign]
+        self._found_right = cache(self._found_right)  # type: ignore[method-assign]
 
-    def of(self, block: Block, piece: Piece) -> Kernel | None:
+    def of(self, block: Block, piece: Piece, gradients: bool = False) -> Kernel | None:
         """The kernel for a piece; ``None`` where matrix products are used."""
         dtype, dim = block.q.dtype, block.q.shape[3]
-        takes = (kernel for kernel in self._kernels if kernel.takes(block, piece))
-        return next((kernel for kernel in takes if self._is_right(kernel, dtype, dim)), None)
+        takes = (kernel for kernel in self._kernels if (kernel.takes_gradients if gradients else kernel.takes)(block, piece))
+        return next((kernel for kernel in takes if self._is_right(kernel, dtype, dim, gradients)), None)
 
-    def names(self, dtype: torch.dtype, dim: int) -> str:
+    def names(self, dtype: torch.dtype, dim: int, gradients: bool) -> str:
         """Which kernels are used for elements of a type and a head dim, in words."""
-        usable = (kernel for kernel in self._kernels if dtype in kernel.dtypes and dim <= kernel.largest_dim)
-        names = [kernel.name for kernel in usable if dim % kernel.dim_step == 0 and self._is_right(kernel, dtype, dim)]
-        return ", ".join(names) or "matrix products"
+        usable = (kernel for kernel in self._kernels if dtype in (kernel.gradient_dtypes if gradients else kernel.dtypes))
+        fits = (kernel for kernel in usable if dim <= kernel.largest_dim and dim % kernel.dim_step == 0)
+        return ", ".join(kernel.name for kernel in fits if self._is_right(kernel, dtype, dim, gradients)) or "matrix products"
 
-    def accuracy(self, dtype: torch.dtype) -> tuple[float, float]:
-        worst = [kernel.accuracy(dtype) for kernel in self._kernels] or [(0.0, 0.0)]
-        return max(error for error, _ in worst), max(error for _, error in worst)
+    def accuracy(self, dtype: torch.dtype) -> tuple[float, float, float]:
+        """:meth:`Kernel.accuracy` of the worst of them."""
+        of_log_sum_exp, of_output, of_gradients = zip((0.0, 0.0, 0.0), *(kernel.accuracy(dtype) for kernel in self._kernels), strict=True)
+        return max(of_log_sum_exp), max(of_output), max(of_gradients)
 
-    def _is_right(self, kernel: Kernel, dtype: torch.dtype, dim: int) -> bool:
+    def _is_right(self, kernel: Kernel, dtype: torch.dtype, dim: int, gradients: bool) -> bool:
+        return self._found_right(kernel, dtype, dim, gradients, _flash_version())
+
+    def _found_right(self, kernel: Kernel, dtype: torch.dtype, dim: int, gradients: bool, _version: str | None) -> bool:
         """Tries a kernel on small blocks. In a thread of its own: modes of this one, as autocast, do not count."""
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(self._tries, kernel, dtype, dim).result()
+            return thread.submit(self._tries, kernel, dtype, dim, gradients).result()
 
-    def _tries(self, kernel: Kernel, dtype: torch.dtype, dim: int) -> bool:
+    def _tries(self, kernel: Kernel, dtype: torch.dtype, dim: int, gradients: bool) -> bool:
         kinds = ["full", "causal", "masked"] if kernel.masked else ["full", "causal"]
         try:
             of_one = _small_block(self.device, dtype, dim, "full", rows=1)
             blocks = [of_one, *(_small_block(self.device, dtype, dim, kind) for kind in kinds)]
+            if gradients:
+                return all(_gradients_agree(kernel, *block) for block in blocks)
             return all(_agrees(kernel, *block) for block in blocks) and _notices(kernel, *_small_block(self.device, dtype, dim, "full"))
         except torch.OutOfMemoryError:
             # It says nothing about the kernel.
@@ -170,45 +258,71 @@ class Kernels:
             return False
 
 
+def _flash_version() -> str | None:
+    """The flash attention that the program has chosen for the operator, ``None`` for PyTorch's own."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Of elements of size one, with their own roundings before and after: five units are far from any fault."""
+    return 5 * max(torch.finfo(dtype).eps, 1e-6)
+
+
+def _output(exact: State) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which rows saw a key, the output, and the log-sum-exp."""
+    saw = exact.l != 0
+    return saw, exact.a / torch.where(saw, exact.l, 1.0)[..., None], torch.where(saw, exact.m + exact.l.log(), 0.0)
+
+
 def _agrees(kernel: Kernel, block: Block, piece: Piece) -> bool:
-    """Whether a kernel agrees with matrix products, forward and backward."""
+    """Whether a kernel agrees with matrix products."""
     dtype = block.q.dtype
     found, right = kernel.attend(block, piece)
-    exact = by_products(block, piece)
     if right is not None and not bool(right.all()):
         return False
-    # Elements of size one, with their own roundings before and after: five units are far from any fault.
-    rounding = 5 * max(torch.finfo(dtype).eps, 1e-6)
-    of_lse, _ = kernel.accuracy(dtype)
-    saw = exact.l != 0
-    o, lse = exact.a / torch.where(saw, exact.l, 1.0)[..., None], torch.where(saw, exact.m + exact.l.log(), 0.0)
+    of_lse, _, _ = kernel.accuracy(dtype)
+    saw, o, lse = _output(by_products(block, piece))
     own_lse = torch.where(saw, found.m + found.l.log(), 0.0)
-    if not bool(((found.a - o).abs().amax() <= rounding) & ((own_lse - lse).abs().amax() <= of_lse + 1e-5)):
-        return False
-    d_o, delta = torch.sin(o * 7), torch.cos(lse)
+    return bool(((found.a - o).abs().amax() <= _rounding(dtype)) & ((own_lse - lse).abs().amax() <= of_lse + 1e-5))
+
+
+def _gradients_agree(kernel: Kernel, block: Block, piece: Piece) -> bool:
+    """Whether the gradients of a kernel agree with those by matrix products."""
+    saw, o, lse = _output(by_products(block, piece))
+    d_o, delta = torch.sin(o * 7).to(block.q.dtype), torch.cos(lse)
     stats = torch.stack([torch.where(saw, lse, -EMPTY_M), torch.ones_like(lse), torch.where(saw, delta, 0.0), torch.zeros_like(lse)], -1)
     gradients = kernel.gradients(block, piece, d_o, stats)
     if gradients is None:
-        return True
+        return False
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (block.q, block.k, block.v))
     by_hand = Gradients(d_o, stats, dq, dk, dv, None)
     attend_backward(block, piece, by_hand, None)
     pairs = zip(gradients, (by_hand.dq, by_hand.dk, by_hand.dv), strict=True)
-    return all(bool((own - other).abs().amax() <= rounding * other.abs().amax()) for own, other in pairs)
+    limit = _rounding(block.q.dtype)
+    agrees = all(bool((own - other).abs().amax() <= limit * other.abs().amax()) for own, other in pairs)
+    has_row_5 = piece.rows.stop > 5
+    return agrees and (not has_row_5 or all(kernel.gradients(block, piece, d_o, stats) is None for _ in _poisoned(block)))
 
 
 def _notices(kernel: Kernel, block: Block, piece: Piece) -> bool:
     """Whether it can be seen in a kernel's results that it met what is not finite: such rows count as wrong."""
+    for name in _poisoned(block):
+        _, right = kernel.attend(block, piece)
+        if right is None or bool((right[:, :, 5] if name == "q" else right).any()):
+            return False
+    return True
+
+
+def _poisoned(block: Block) -> Iterator[str]:
+    """Which tensor of ``block`` has a NaN or an infinity for now, in row 5."""
     for name, number in itertools.product(("q", "k", "v"), (math.nan, math.inf)):
         given = getattr(block, name)
         poisoned = given.clone()
         poisoned[:, :, 5, 0] = number
         setattr(block, name, poisoned)
-        _, right = kernel.attend(block, piece)
+        yield name
         setattr(block, name, given)
-        if right is None or bool((right[:, :, 5] if name == "q" else right).any()):
-            return False
-    return True
 
 
 def _small_block(device: torch.device, dtype: torch.dtype, dim: int, kind: str, rows: int = 77) -> tuple[Block, Piece]:

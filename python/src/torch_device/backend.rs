@@ -35,8 +35,8 @@ impl Backend for TorchBackend {
 
     fn accuracy(&self, dtype: Dtype) -> Accuracy {
         let of_kernel = self.with(|_, device| device.call_method1("accuracy", (name(dtype),))?.extract());
-        let (log_sum_exp, of_blocks) = of_kernel.unwrap_or_default();
-        Accuracy { log_sum_exp, of_blocks }
+        let (log_sum_exp, of_blocks, of_gradients) = of_kernel.unwrap_or_default();
+        Accuracy { log_sum_exp, of_blocks, of_gradients }
     }
 
     fn kernel(&self, dtype: Dtype, shape: StateShape) -> String {

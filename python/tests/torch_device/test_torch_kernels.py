@@ -193,8 +193,67 @@ class Wrong(FlashOnCpu):
 def test_a_kernel_is_used_when_its_results_are_right(fault, dtype):
     kernels = Kernels(torch.device("cpu"))
     kernels._kernels = [Wrong(fault)]
-    expected = "matrix products" if fault else "flash for CPU"
-    assert kernels.names(dtype, 64) == expected
+    expected = ["flash for CPU"] * 2
+    if fault:
+        expected["gradient" in fault] = "matrix products"
+    assert [kernels.names(dtype, 64, gradients) for gradients in (False, True)] == expected
+
+
+def test_a_kernel_is_tried_again_when_the_program_chooses_another_flash_attention(monkeypatch):
+    kernels = Kernels(torch.device("cpu"))
+    kernels._kernels = [wrong := Wrong("")]
+    assert kernels.names(torch.float32, 64, False) == "flash for CPU"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA9")
+    wrong.fault = "base 2"
+    assert kernels.names(torch.float32, 64, False) == "matrix products"
+
+
+class Narrow(FlashOnCpu):
+    """Gradients in 16 bits, as kernels of GPUs compute them, with a key/value head for each query head."""
+
+    name = "narrow"
+    grouped = False
+    gradient_dtypes = {torch.bfloat16: torch.bfloat16}
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_gradients_of_kernels_in_16_bits(alone, monkeypatch, size):
+    """With grouped heads, and a gradient of the log-sum-exp. The limit is what rounding of weights, products and sums makes."""
+    from kyklos._device import _vendors
+    from kyklos.torch import attention as differentiable
+
+    monkeypatch.setitem(_vendors._BY_DEVICE, "cpu", [Narrow])
+    generator = torch.Generator().manual_seed(4)
+    q, k, v, d_o = (torch.randn(2, heads, 200, 32, generator=generator).bfloat16() for heads in (4, 2, 2, 4))
+    d_o, d_lse = d_o * size, torch.randn(2, 4, 200, generator=generator) * size
+    calls = counted(monkeypatch)
+    with kyklos.Group.local(1, device="torch:cpu")[0] as group:
+        assert group.kernel(32, "bfloat16") == "narrow" and group.kernel(32) == "narrow; gradients: matrix products"
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        before = dict(calls)
+        found = torch.autograd.grad(differentiable(*leaves, group, mask="causal"), leaves, [d_o, d_lse])
+        assert calls["run_backward"] > before["run_backward"] and calls["_chunk"] == before["_chunk"]
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    wide = [exact[0], *(x.repeat_interleave(2, 1) for x in exact[1:])]
+    logits = (wide[0] @ wide[1].mT * 32**-0.5).masked_fill(torch.ones(200, 200, dtype=torch.bool).triu(1), -torch.inf)
+    outputs = [logits.softmax(-1) @ wide[2], logits.logsumexp(-1)]
+    right = torch.autograd.grad(outputs, exact, [d_o.double(), d_lse.double()])
+    for own, other in zip(found, right, strict=True):
+        assert (own - other).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * other.abs().max()
+        assert (own - other).norm() <= 2**-7 * other.norm()
+
+
+def test_kernels_whose_gradients_do_not_repeat_are_left_out_on_request(monkeypatch):
+    from kyklos._device import _vendors
+
+    monkeypatch.setattr(Narrow, "repeats_gradients", False)
+    monkeypatch.setitem(_vendors._BY_DEVICE, "cpu", [Narrow])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    tokens = [x.bfloat16().requires_grad_() for x in states(heads_first=True)]
+    calls = counted(monkeypatch)
+    with kyklos.Group.local(1, device="torch:cpu")[0] as group:
+        kyklos.torch.attention(*tokens, group)[0].sum().backward()
+        assert calls["run"] and not calls["run_backward"] and calls["_chunk"]
 
 
 def test_kernels_of_gpus_have_the_signatures_that_are_used():
@@ -209,6 +268,9 @@ def test_kernels_of_gpus_have_the_signatures_that_are_used():
             terms = torch.empty(1, 1, 77, 143, device=device, dtype=torch.bfloat16) if kernel.masked else None
             o, lse = kernel.run(q, k, k, False, terms, 0.125)
             assert o.shape == q.shape and lse.shape == (2, 4, 77) and lse.dtype == torch.float32
+            if kernel.gradient_dtypes:
+                gradients = kernel.run_backward(o, q, k, k, o, lse.contiguous(), False, terms, 0.125)
+                assert [x.shape for x in gradients] == [x.shape for x in (q, k, k)]
 
 
 def test_long_calls_go_piece_by_piece(alone):

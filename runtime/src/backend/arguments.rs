@@ -190,11 +190,14 @@ pub struct Accuracy {
     pub log_sum_exp: f64,
     /// Largest error of the output of a block before it is merged, relative to the largest element.
     pub of_blocks: f64,
+    /// Largest error of the gradients of a block before they are added, relative to the largest
+    /// element.
+    pub of_gradients: f64,
 }
 
 impl Accuracy {
     /// Sums, weights and states in f32: the kernels of Kyklos.
-    pub const F32: Self = Self { log_sum_exp: 0.0, of_blocks: 0.0 };
+    pub const F32: Self = Self { log_sum_exp: 0.0, of_blocks: 0.0, of_gradients: 0.0 };
 }
 
 /// Where [`Backend::attend_and_finalize`](super::Backend::attend_and_finalize) writes its results,

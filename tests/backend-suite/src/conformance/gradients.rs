@@ -169,7 +169,9 @@ pub(super) async fn every_case<B: Backend>(backend: &B, who: &str, dtype: Dtype)
         let [dq, dk, dv] = gradients_of(backend, &case, index % 3 == 1).await.map(wide);
         // Sinks are no work of a backend.
         let errors = case.judge(&[dq, dk, dv, case.right.d_sinks.clone()]);
+        let of_gradients = backend.accuracy(dtype).of_gradients;
         for (error, limit) in errors.iter().zip(case.dense_limits()) {
+            let limit = limit.with_rounded_blocks(of_gradients, error.max_abs);
             if let Err(fault) = error.within(&limit) {
                 panic!("{who} {} in {dtype}: {fault}\n  {}", case.prepared.case.name, case.prepared.oracle);
             }
