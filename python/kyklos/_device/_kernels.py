@@ -94,13 +94,7 @@ class Kernel:
         causal = piece.kind == "causal" and terms is None
         largest = LARGEST[dtype] if block.inference or dtype != torch.float32 else LARGEST_OF_GRADIENTS
         o, lse = self._rows(q, k, v, causal, terms, sees, block.scale)
-        # No q·k is larger than this product, which is NaN if an element is. Of float16 none is too large, and NaN shows in `lse`.
-        size = _norm(q) * _norm(k) if block.q.dtype != torch.float16 else 0.0 * lse.sum()
-        # A sum of numbers that are not all finite is not finite.
-        usual = (size < LARGEST_PRODUCT) & (lse.abs().amax() <= largest) & torch.isfinite(_sum(o))
-        # Kernels give a row whose logits are all −∞ the output and log-sum-exp 0, which is also the row of one key with the logit 0.
-        empty = lse == 0 if sees is None else (lse == 0) & sees
-        if bool(usual & ~empty.any()):
+        if _all_right(q, k, o, lse, sees, largest):
             return _state(o, lse, sees), None
         finite = torch.isfinite(k).all(-1) & torch.isfinite(v).all(-1)
         whole = bool(finite.all())
@@ -167,6 +161,23 @@ class Kernel:
         if sees is None:
             return o, lse
         return torch.where(sees[..., None], o, 0.0), torch.where(sees, lse, 0.0)
+
+
+def _all_right(
+    q: torch.Tensor, k: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, sees: torch.Tensor | None, largest: float
+) -> bool:
+    """Whether all rows are right for sure. It waits for the device once."""
+    size = lse.abs()
+    # Kernels give a row whose logits are all −∞ the output and log-sum-exp 0, which is also the row of one key with the logit 0.
+    least, most = torch.aminmax(size if sees is None else torch.where(sees, size, 1.0))
+    # A sum of numbers that are not all finite is not finite.
+    numbers = [least, most, _sum(o)]
+    # Of float16 no product is too large, and NaN shows in `lse`.
+    if q.dtype != torch.float16:
+        numbers += [_norm(q), _norm(k)]
+    least_lse, largest_lse, total, *norms = torch.stack([number.float() for number in numbers]).tolist()
+    # No q·k is larger than the product of the norms, which is NaN if an element is.
+    return 0 < least_lse and largest_lse <= largest and math.isfinite(total) and math.prod(norms) < LARGEST_PRODUCT
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:

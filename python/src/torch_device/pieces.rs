@@ -1,4 +1,4 @@
-//! The pieces of a block, of about 100 ms each.
+//! The pieces of a block, of some 100 ms each.
 
 use std::ops::Range;
 
@@ -11,14 +11,14 @@ pub(super) type Part = (&'static str, usize, (usize, usize), (usize, usize), (us
 /// depends on the pieces, and the same call has the same sums.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Size {
-    /// Multiply-adds of a piece: some 100 ms of a few processor cores, some 10 ms of a GPU.
+    /// Multiply-adds of a piece: some 100 ms of four processor cores, some 10 ms of a GPU.
     budget: u64,
     /// The most terms of logits that are in memory for a piece.
     terms: u64,
 }
 
 impl Size {
-    pub(super) const OF_CPU: Self = Self { budget: 1 << 33, terms: 1 << 24 };
+    pub(super) const OF_CPU: Self = Self { budget: 1 << 34, terms: 1 << 24 };
     pub(super) const OF_GPU: Self = Self { budget: 1 << 40, terms: 1 << 27 };
 }
 
