@@ -50,7 +50,8 @@ def attention(
     :param q: this rank's queries ``[batch, heads, tokens, dim]``, of float32, float16 or bfloat16. Under autocast, q, k and v
         are converted to its type, and a ``bias`` of numbers too.
     :param k: its keys ``[batch, kv_heads, tokens, dim]``; ``heads`` is a multiple of ``kv_heads``, nothing is repeated.
-    :param v: its values, of the shape of ``k``.
+    :param v: its values ``[batch, kv_heads, tokens, width]``, with a ``width`` that may differ from ``dim``. Then, and where ``dim``
+        is no multiple of 8, heads are computed with zeros at their ends.
     :param mask: a notation as in :meth:`kyklos.Group.attend` (``"causal"``), or a bool tensor in which false hides a key, over
         the keys of all ranks: ``[batch or 1, heads or 1, tokens or 1, keys]`` with the rows of this rank, or ``[batch or 1, keys]``,
         the same on all ranks. A mask of two axes that may be ``[tokens, keys]``, as ``F.scaled_dot_product_attention`` has it,
@@ -64,7 +65,7 @@ def attention(
     :param layout: ``"bhsd"`` as above, or ``"bshd"`` for ``[batch, tokens, heads, dim]``. Arrays in the other layout give wrong
         numbers without an error where their shapes allow it.
     :param options: the other options of :meth:`kyklos.Group.attend`. ``results`` is ``"owner"``.
-    :returns: ``o`` like ``q``, and ``lse``, float32 ``[batch, heads, tokens]`` (``"bshd"``: ``[batch, tokens, heads]``).
+    :returns: ``o`` like ``q``, with heads of ``width``, and ``lse``, float32 ``[batch, heads, tokens]`` (``"bshd"``: ``[batch, tokens, heads]``).
     :raises RequestError: as :meth:`kyklos.Group.attend`.
     :raises NotImplementedError: in forward-mode differentiation (``torch.func.jvp``), on all ranks.
     """
@@ -79,7 +80,7 @@ def _called(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, *gi
     except Wrong as wrong:
         return refused(q, k, v, group, wrong)
     o, lse = torch.ops.kyklos.attention(*arguments)
-    return o, lse[..., 0]
+    return (o if o.shape[-1] == v.shape[-1] else o[..., : v.shape[-1]]), lse[..., 0]
 
 
 def refused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, wrong: Wrong) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,6 +133,14 @@ def _arguments(
         bias, key_bias = (
             given if given is None or given.dtype == torch.bool else given.to(dtype) for given in (bias, key_bias)
         )
+    if 0 < q.shape[-1] == k.shape[-1] and 0 < v.shape[-1]:
+        dim = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+        if not q.shape[-1] == v.shape[-1] == dim:
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            # Ranks must agree on what only they know.
+            options["label"] = f"{options.get('label', '')} [heads of {q.shape[-1]}, values of {v.shape[-1]}]"
+            # Zeros at the end of a head change neither q·k nor the values.
+            q, k, v = (x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in (q, k, v))
     amounts = amount("scale", scale), amount("softcap", softcap)
     q_offset = options.pop("q_offset", 0)
     if not isinstance(q_offset, int):

@@ -195,10 +195,6 @@ def _called(
             _check(attn_mask, q)
     except Wrong as wrong:
         return refused(query, key, value, group, wrong)[0]
-    width, scale = v.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
-    # Zeros at the end of a head change neither q·k nor the values.
-    dim = -(-max(q.shape[-1], width) // 8) * 8
-    q, k, v = (x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in states)
     is_mask = attn_mask is not None and attn_mask.dtype == torch.bool
     try:
         o, _ = attention(
@@ -214,7 +210,6 @@ def _called(
         # Only the engine knows the keys of all ranks, and it calls a mask a bias.
         error.args = (str(error).replace("attention bias tensor", "attn_mask").replace("the bias of rank", "the attn_mask of rank"),)
         raise
-    o = o[..., :width]
     return o[0] if query.dim() == 3 else o
 
 

@@ -282,3 +282,42 @@ def test_a_wrong_argument_in_compiled_code_of_one_rank_is_an_error_of_all(tensor
     assert all(text in error for error, _ in ranks), ranks
     want = F.scaled_dot_product_attention(*tensors, enable_gqa=True)
     assert (torch.cat([o for _, o in ranks], 2) - want).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize(("dim", "width"), [(24, 16), (16, 40), (20, 20), (12, 7)])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_values_may_have_heads_of_another_size(dim, width, layout):
+    """Outputs and gradients against float64, on two ranks."""
+    generator = torch.Generator().manual_seed(dim)
+    q, k, v = (torch.randn(2, heads, 30, size, generator=generator) for heads, size in ((4, dim), (2, dim), (2, width)))
+    d_o = torch.randn(2, 4, 30, width, generator=generator)
+    turned = (lambda x: x.transpose(1, 2)) if layout == "bshd" else lambda x: x
+
+    def rank(group):
+        own = slice(15 * group.rank, 15 * group.rank + 15)
+        leaves = [x[:, :, own].clone().requires_grad_() for x in (q, k, v)]
+        o, lse = kyklos.torch.attention(*(turned(x) for x in leaves), group, mask="causal", layout=layout, label="a layer")
+        o, lse = turned(o), turned(lse)
+        return o, lse, *torch.autograd.grad(o, leaves, d_o[:, :, own])
+
+    found = [torch.cat(parts, 2) for parts in zip(*kyklos.run_local(2, rank, device="cpu"), strict=True)]
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    logits = exact[0] @ exact[1].repeat_interleave(2, 1).mT * dim**-0.5
+    logits = logits.masked_fill(torch.ones(30, 30, dtype=torch.bool).triu(1), -torch.inf)
+    o = logits.softmax(-1) @ exact[2].repeat_interleave(2, 1)
+    right = [o, logits.logsumexp(-1), *torch.autograd.grad(o, exact, d_o.double())]
+    assert found[0].shape == d_o.shape
+    for own, other in zip(found, right, strict=True):
+        assert own.shape == other.shape and (own - other).abs().max() <= 5e-6
+
+
+def test_ranks_must_agree_on_the_sizes_of_heads():
+    def rank(group):
+        q = torch.randn(1, 2, 4, 16)
+        # Zeros would make both 16.
+        with pytest.raises(kyklos.RequestError, match=r"heads of 16, values of (8|12)"):
+            kyklos.torch.attention(q, q, torch.randn(1, 2, 4, 8 + 4 * group.rank), group)
+        # The group is usable afterwards.
+        return kyklos.torch.attention(q, q, q, group)[0].shape
+
+    assert kyklos.run_local(2, rank, device="cpu") == [(1, 2, 4, 16)] * 2
