@@ -372,3 +372,28 @@ def test_what_cannot_be_read_is_refused_before_it_is_read_and_the_group_goes_on(
     """,
         cuda="devices=2",
     )
+
+
+def test_ranks_on_pytorch_and_on_cores_beside_an_nvidia_gpu():
+    pytest.importorskip("torch")
+    run(
+        """
+    def main():
+        import torch, kyklos.torch
+        q, k, v = (torch.from_numpy(made(0, heads, 30)).transpose(1, 2) for heads in (4, 2, 2))
+        d_o = torch.from_numpy(made(1, 4, 30)).transpose(1, 2)
+        def rank(group):
+            own = slice(10 * group.rank, 10 * group.rank + 10)
+            leaves = [x[:, :, own].clone().requires_grad_() for x in (q, k, v)]
+            o, _ = kyklos.torch.attention(*leaves, group, mask="causal")
+            return o.detach(), *torch.autograd.grad(o, leaves, d_o[:, :, own])
+        found = kyklos.run_local(3, rank, device=["cuda:0", "torch:cpu", "cpu"])
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        right = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        right = right, *torch.autograd.grad(right, leaves, d_o.double())
+        for own, other in zip(zip(*found, strict=True), right, strict=True):
+            error = (torch.cat(own, 2) - other).abs().max()
+            # Sums of the GPU's matrix units are of numbers that are rounded to 11 bits.
+            assert error <= 4e-3 * other.abs().max(), error
+    """
+    )
