@@ -29,6 +29,8 @@ class Kernel:
     masked = False
     #: Whether a group of query heads can share a key/value head.
     grouped = True
+    #: The same for gradients.
+    grouped_gradients = True
     #: The largest head dim.
     largest_dim = 256
     #: Head dims are multiples of it.
@@ -136,7 +138,7 @@ class Kernel:
             right &= _norm(q) * _norm(k) < LARGEST_PRODUCT
         terms, _ = _terms(block, piece, dtype)
         kv_heads = k.shape[1]
-        if not self.grouped and kv_heads < q.shape[1]:
+        if not self.grouped_gradients and kv_heads < q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // kv_heads, 1) for x in (k, v))
         causal = piece.kind == "causal" and terms is None
         dq, dk, dv = self.run_backward(d_o, q, k, v, o, lse.contiguous(), causal, terms, block.scale)

@@ -103,7 +103,7 @@ class Efficient(Kernel):
 
     name = "efficient"
     masked = True
-    grouped = False
+    grouped = grouped_gradients = False
     dtypes = {**Kernel.dtypes, torch.float32: torch.float32}
     gradient_dtypes = dtypes
 
@@ -140,19 +140,23 @@ class Efficient(Kernel):
 
 
 class Overrideable(Kernel):
-    """The kernel that a device of another vendor brings, such as Intel's."""
+    """The kernel that the device of another vendor brings, such as Intel's."""
 
     name = "the vendor's"
-    grouped = False
-    gradient_dtypes = Kernel.dtypes
+    masked = True
+    grouped_gradients = False
+    dtypes = {**Kernel.dtypes, torch.float32: torch.float32}
+    gradient_dtypes = dtypes
     #: Nothing says so.
     repeats_gradients = False
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        run = aten._scaled_dot_product_fused_attention_overrideable
-        o, lse, *_ = run(q, k, v, None, 0.0, causal, False, scale=scale)
+        # Intel's gives a log-sum-exp only for an input that needs gradients. Nothing is recorded.
+        q = (q.clone() if q.is_inference() else q.detach()).requires_grad_()
+        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+            o, lse, *_ = aten._scaled_dot_product_fused_attention_overrideable(q, k, v, terms, 0.0, causal, False, scale=scale)
         return o, lse.reshape(q.shape[:3])
 
     def run_backward(
@@ -171,7 +175,7 @@ class Overrideable(Kernel):
         run = aten._scaled_dot_product_fused_attention_overrideable_backward
         wanted = (True, True, True, False)
         dq, dk, dv, _ = run(
-            d_o, q, k, v, None, wanted, o, lse, *counts, 0.0, causal, *_no_dropout(q), scale=scale
+            d_o, q, k, v, terms, wanted, o, lse[..., None], *counts, 0.0, causal, *_no_dropout(q), scale=scale
         )
         return dq, dk, dv
 
@@ -197,19 +201,20 @@ def _no_dropout(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 _BY_DEVICE: dict[str, list[type[Kernel]]] = {
     "cpu": [FlashOnCpu],
     "cuda": [Flash, CuDnn, Efficient],
-    "xpu": [Overrideable],
 }
+#: Of XPU, and of every other device.
+_OF_OTHERS: list[type[Kernel]] = [Overrideable]
 #: In ``KYKLOS_TORCH_KERNEL``: no kernel but matrix products.
 PRODUCTS = "products"
 
 
 class Kernels:
-    """The kernels of a device, best first. Each is used for a type and head dim when a small block has shown that its results
-    are right there."""
+    """The kernels of a device, best first. Each is used for a type and head dim, for its masks and for its gradients when small
+    blocks of that kind have shown that its results are right there."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        found = [kind() for kind in _BY_DEVICE.get(device.type, [])]
+        found = [kind() for kind in _BY_DEVICE.get(device.type, _OF_OTHERS)]
         wanted = os.environ.get("KYKLOS_TORCH_KERNEL", "")
         names = [kernel.name for kernel in found]
         if wanted and wanted not in [*names, PRODUCTS]:
@@ -220,36 +225,36 @@ class Kernels:
     def of(self, block: Block, piece: Piece, gradients: bool = False) -> Kernel | None:
         """The kernel for a piece; ``None`` where matrix products are used."""
         dtype, dim = block.q.dtype, block.q.shape[3]
+        masked = piece.kind == "masked" or block.bias is not None
         takes = (kernel for kernel in self._kernels if (kernel.takes_gradients if gradients else kernel.takes)(block, piece))
-        return next((kernel for kernel in takes if self._is_right(kernel, dtype, dim, gradients)), None)
+        return next((kernel for kernel in takes if self._is_right(kernel, dtype, dim, gradients, masked)), None)
 
     def names(self, dtype: torch.dtype, dim: int, gradients: bool) -> str:
         """Which kernels are used for elements of a type and a head dim, in words."""
         usable = (kernel for kernel in self._kernels if dtype in (kernel.gradient_dtypes if gradients else kernel.dtypes))
         fits = (kernel for kernel in usable if dim <= kernel.largest_dim and dim % kernel.dim_step == 0)
-        return ", ".join(kernel.name for kernel in fits if self._is_right(kernel, dtype, dim, gradients)) or "matrix products"
+        return ", ".join(kernel.name for kernel in fits if self._is_right(kernel, dtype, dim, gradients, False)) or "matrix products"
 
     def accuracy(self, dtype: torch.dtype) -> tuple[float, float, float]:
         """:meth:`Kernel.accuracy` of the worst of them."""
         of_log_sum_exp, of_output, of_gradients = zip((0.0, 0.0, 0.0), *(kernel.accuracy(dtype) for kernel in self._kernels), strict=True)
         return max(of_log_sum_exp), max(of_output), max(of_gradients)
 
-    def _is_right(self, kernel: Kernel, dtype: torch.dtype, dim: int, gradients: bool) -> bool:
-        return self._found_right(kernel, dtype, dim, gradients, _flash_version())
+    def _is_right(self, kernel: Kernel, dtype: torch.dtype, dim: int, gradients: bool, masked: bool) -> bool:
+        return self._found_right(kernel, dtype, dim, gradients, masked, _flash_version())
 
-    def _found_right(self, kernel: Kernel, dtype: torch.dtype, dim: int, gradients: bool, _version: str | None) -> bool:
+    def _found_right(self, kernel: Kernel, dtype: torch.dtype, dim: int, gradients: bool, masked: bool, _version: str | None) -> bool:
         """Tries a kernel on small blocks. In a thread of its own: modes of this one, as autocast, do not count."""
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(self._tries, kernel, dtype, dim, gradients).result()
+            return thread.submit(self._tries, kernel, dtype, dim, gradients, masked).result()
 
-    def _tries(self, kernel: Kernel, dtype: torch.dtype, dim: int, gradients: bool) -> bool:
-        kinds = ["full", "causal", "masked"] if kernel.masked else ["full", "causal"]
+    def _tries(self, kernel: Kernel, dtype: torch.dtype, dim: int, gradients: bool, masked: bool) -> bool:
+        kinds = [("masked", 77)] if masked else [("full", 1), ("causal", 77), ("full", 77)]
         try:
-            of_one = _small_block(self.device, dtype, dim, "full", rows=1)
-            blocks = [of_one, *(_small_block(self.device, dtype, dim, kind) for kind in kinds)]
+            blocks = [_small_block(self.device, dtype, dim, kind, rows) for kind, rows in kinds]
             if gradients:
                 return all(_gradients_agree(kernel, *block) for block in blocks)
-            return all(_agrees(kernel, *block) for block in blocks) and _notices(kernel, *_small_block(self.device, dtype, dim, "full"))
+            return all(_agrees(kernel, *block) for block in blocks) and _notices(kernel, *blocks[-1])
         except torch.OutOfMemoryError:
             # It says nothing about the kernel.
             raise
@@ -307,9 +312,12 @@ def _gradients_agree(kernel: Kernel, block: Block, piece: Piece) -> bool:
 
 def _notices(kernel: Kernel, block: Block, piece: Piece) -> bool:
     """Whether it can be seen in a kernel's results that it met what is not finite: such rows count as wrong."""
+    batch, kv_heads, keys, _ = block.k.shape
+    key = (torch.arange(keys, device=block.device) == 5).expand(batch, kv_heads, keys)
+    sees = block.sees_any(key, piece)
     for name in _poisoned(block):
         _, right = kernel.attend(block, piece)
-        if right is None or bool((right[:, :, 5] if name == "q" else right).any()):
+        if right is None or bool((right[:, :, 5] if name == "q" else right & sees).any()):
             return False
     return True
 
@@ -325,7 +333,7 @@ def _poisoned(block: Block) -> Iterator[str]:
         setattr(block, name, given)
 
 
-def _small_block(device: torch.device, dtype: torch.dtype, dim: int, kind: str, rows: int = 77) -> tuple[Block, Piece]:
+def _small_block(device: torch.device, dtype: torch.dtype, dim: int, kind: str, rows: int) -> tuple[Block, Piece]:
     """Two batch entries, and rows and keys that are no multiples of anything."""
     batch, keys, heads, kv_heads = 2, 77 if kind == "causal" else 143, 4, 2
     # The same numbers everywhere, without a change of anybody's generator.

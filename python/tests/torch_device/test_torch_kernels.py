@@ -41,8 +41,8 @@ def test_usual_calls_use_the_kernels_of_pytorch(alone, monkeypatch, dtype, mask)
     from kyklos.torch import attention as differentiable
 
     tensors = [x.to(dtype).requires_grad_() for x in states(heads_first=True, tokens=300, dim=32)]
-    # The kernels are tried before.
-    alone.kernel(32, str(dtype).removeprefix("torch."))
+    # The kernels are tried in the first call.
+    differentiable(*tensors, group=alone, mask=mask)[0].sum().backward()
     calls = counted(monkeypatch)
     differentiable(*tensors, group=alone, mask=mask)[0].sum().backward()
     assert calls["run"] and calls["run_backward"] and not calls["_products"] and not calls["_chunk"]
@@ -51,7 +51,8 @@ def test_usual_calls_use_the_kernels_of_pytorch(alone, monkeypatch, dtype, mask)
 def test_what_the_kernels_get_wrong_is_computed_by_products(alone, monkeypatch):
     """Large logits, softcaps, and hidden numbers that are not finite."""
     q, k, v = states()
-    alone.kernel(24)
+    # The kernels are tried in the first call.
+    alone.attend(q, k, v, mask="causal", layout="bshd")
     calls = counted(monkeypatch)
 
     def products(*arrays, **options):
@@ -212,7 +213,7 @@ class Narrow(FlashOnCpu):
     """Gradients in 16 bits, as kernels of GPUs compute them, with a key/value head for each query head."""
 
     name = "narrow"
-    grouped = False
+    grouped = grouped_gradients = False
     gradient_dtypes = {torch.bfloat16: torch.bfloat16}
 
 
