@@ -43,12 +43,23 @@ cargo build --quiet --release --workspace --all-features --bin kyklos-vendors --
 programs=${CARGO_TARGET_DIR:-target}/release
 program=$programs/kyklos-vendors
 
-# The product finds and opens a GPU; that it cannot compute is an error, and nothing else is printed.
-seen=$("$program" over "$mesa" rdna3 "$programs/kyklos" devices 2>&1) || true
-if ! grep -q "RADV NAVI31.*the driver gave up" <<<"$seen" || grep -q panicked <<<"$seen"; then
-    echo "kyklos devices over a stand-in for RDNA3 does not report its device, or panics:" >&2
-    echo "$seen" >&2
-    exit 1
+# The product finds and opens each GPU, and names its kernels; that it cannot compute is an error, and nothing else is printed.
+named() {
+    local name=$1 expected=$2 seen
+    seen=$("$program" over "$mesa" "$name" "$programs/kyklos" devices 2>&1) || true
+    if ! grep -qE " $expected  .*the driver gave up" <<<"$seen" || grep -q panicked <<<"$seen"; then
+        echo "kyklos devices over a stand-in for $name does not report its device with the kernel \"$expected\", or panics:" >&2
+        echo "$seen" >&2
+        exit 1
+    fi
+}
+with_matrices='portable, or cooperative-16x16 \(f16\) where it is faster'
+named rdna3 "$with_matrices"
+named ampere "$with_matrices"
+named m1 portable
+if [ "${1:-}" != --smoke ]; then
+    for name in rdna4 ada blackwell; do named "$name" "$with_matrices"; done
+    for name in vega20 rdna2 adreno630 adreno740; do named "$name" portable; done
 fi
 # The compiler is in the source package of compushady on PyPI, with its headers.
 dx12() {
