@@ -138,7 +138,7 @@ def _arguments(
         if not q.shape[-1] == v.shape[-1] == dim:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             # Ranks must agree on what only they know.
-            options["label"] = f"{options.get('label', '')} [heads of {q.shape[-1]}, values of {v.shape[-1]}]"
+            options["label"] = f"{options.get('label', '')} [heads of {q.shape[-1]} and {v.shape[-1]}]".lstrip()
             # Zeros at the end of a head change neither q·k nor the values.
             q, k, v = (x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in (q, k, v))
     amounts = amount("scale", scale), amount("softcap", softcap)

@@ -315,7 +315,7 @@ def test_ranks_must_agree_on_the_sizes_of_heads():
     def rank(group):
         q = torch.randn(1, 2, 4, 16)
         # Zeros would make both 16.
-        with pytest.raises(kyklos.RequestError, match=r"heads of 16, values of (8|12)"):
+        with pytest.raises(kyklos.RequestError, match=r"heads of 16 and (8|12)"):
             kyklos.torch.attention(q, q, torch.randn(1, 2, 4, 8 + 4 * group.rank), group)
         # The group is usable afterwards.
         return kyklos.torch.attention(q, q, q, group)[0].shape
