@@ -136,24 +136,16 @@ class Forming:
         :param host: name or address of rank 0 for the other ranks. By default ``MASTER_ADDR``, else the loopback address.
             Only rank 0's value counts.
         :param port: UDP port of rank 0; 0 for one that is free. Only rank 0's value counts.
+        :param collective: also ``"torch"``: keys, values and states go by a process group of the group's own, with the ranks and the
+            backends of the given one, where every rank has a device of PyTorch of one type. Kyklos' own NCCL is not used.
         """
-        from ._torch_group import own_identity
+        from ._torch_group import own_identity, whole
 
         own = own_identity(process_group, host, port)
+        session = _session(deadline_s, leave_s, collective, nccl_cluster, whole(process_group))
         if own["size"] == 1:
-            session = _session(deadline_s, leave_s, collective, nccl_cluster)
             return cls._of_process(1, own["local_rank"], device, session)[0]
-        return cls.connect(
-            **own,
-            device=device,
-            network=network,
-            link=link,
-            join_deadline_s=join_deadline_s,
-            deadline_s=deadline_s,
-            leave_s=leave_s,
-            collective=collective,
-            nccl_cluster=nccl_cluster,
-        )
+        return cls._connect(own, device, None, network, link, join_deadline_s, session)
 
     @classmethod
     def connect(
@@ -185,29 +177,45 @@ class Forming:
         :param local_rank: number of this rank among the ``local_size`` ranks of its machine, which take its GPUs in turn.
         :param advertise: as for :meth:`from_env`.
         """
+        own = {"identity": identity, "rank": rank, "size": size, "host": host, "port": port}
+        place = {"local_rank": local_rank, "local_size": local_size}
+        session = _session(deadline_s, leave_s, collective, nccl_cluster)
+        return cls._connect({**own, **place}, device, _joined(advertise), network, link, join_deadline_s, session)
+
+    @classmethod
+    def _connect(
+        cls: type[G],
+        own: dict[str, Any],
+        device: str,
+        advertise: str | None,
+        network: str,
+        link: str,
+        join_deadline_s: float,
+        session: dict[str, Any],
+    ) -> G:
         member = {
-            "pem": identity,
-            "rank": rank,
-            "size": size,
-            "host": host,
-            "port": port,
-            "advertise": _joined(advertise),
+            "pem": own["identity"],
+            **{name: own[name] for name in ("rank", "size", "host", "port")},
+            "advertise": advertise,
             "network": network,
             "link": link,
             "join_deadline_s": join_deadline_s,
-            "local": (local_rank, local_size),
+            "local": (own["local_rank"], own["local_size"]),
         }
-        return cls(_kyklos.with_identity(device, member, _session(deadline_s, leave_s, collective, nccl_cluster)), deadline_s)
+        return cls(_kyklos.with_identity(device, member, session), session["deadline_s"])
 
 
 def _joined(advertise: str | Sequence[str] | None) -> str | None:
     return advertise if advertise is None or isinstance(advertise, str) else ",".join(advertise)
 
 
-def _session(deadline_s: float, leave_s: float, collective: str, nccl_cluster: int | None) -> dict[str, Any]:
+def _session(
+    deadline_s: float, leave_s: float, collective: str, nccl_cluster: int | None, process_group: Any = None
+) -> dict[str, Any]:
     return {
         "deadline_s": float(deadline_s),
         "leave_s": float(leave_s),
         "collective": collective,
         "nccl_cluster": nccl_cluster,
+        "process_group": process_group,
     }

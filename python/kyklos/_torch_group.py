@@ -30,6 +30,11 @@ def own_identity(process_group: Any, host: str | None, port: int) -> dict[str, A
     return {"identity": pem, "rank": rank, "size": size, "host": host, "port": port, **place}
 
 
+def whole(process_group: Any) -> Any:
+    """The process group itself: the default one by default."""
+    return dist.group.WORLD if process_group is None else process_group
+
+
 def _on_this_machine(process_group: Any, rank: int) -> tuple[int, int]:
     """The number of this rank among the ranks of its machine, and how many they are: by the launcher, else by the names of the hosts."""
     given = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")

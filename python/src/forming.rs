@@ -5,12 +5,12 @@ use std::ffi::CString;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::num::NonZeroU32;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use kyklos::backend::Device;
 use kyklos::{Error, Session, SessionOptions};
-use kyklos_cuda::CollectiveChoice;
 use kyklos_launch::{Assignment, SecretText, may_share_memory, parse_advertised};
 use kyklos_transport::quic::{
     Carrier, ClusterAuthority, Identity, JobId, LinkProfile, LinkSettings, QuicConfig, QuicTransport, look_up,
@@ -19,7 +19,7 @@ use kyklos_transport::{BootstrapKind, Rank, TransportError, in_process_group};
 use pyo3::exceptions::PyUserWarning;
 use pyo3::prelude::*;
 
-use crate::collective::{self, ONE_DEVICE};
+use crate::collective::{self, ONE_DEVICE, Wish};
 use crate::devices::Chosen;
 use crate::errors;
 use crate::group::Group;
@@ -32,6 +32,8 @@ pub(crate) struct SessionSettings {
     leave_s: f64,
     collective: String,
     nccl_cluster: Option<u32>,
+    /// Of the same ranks.
+    process_group: Option<Py<PyAny>>,
 }
 
 /// What a launcher leaves open, as Python passes it.
@@ -109,10 +111,7 @@ pub(crate) fn local(
     };
     let devices = py.detach(open).map_err(|error| errors::of_call(py, &error))?;
     let transports = in_process_group(size);
-    if names.len() == 1
-        && wish == CollectiveChoice::Host
-        && devices.iter().all(|one| one.is_same(&devices[0]))
-    {
+    if names.len() == 1 && wish.is_host() && devices.iter().all(|one| one.is_same(&devices[0])) {
         let (options, leave) = (settings.options(py)?, settings.leave(py)?);
         let sessions = Session::on_one_device(transports, &devices[0], &options);
         return sessions
@@ -328,8 +327,10 @@ impl SessionSettings {
         seconds(py, "leave_s", self.leave_s)
     }
 
-    fn wish(&self, py: Python<'_>) -> PyResult<CollectiveChoice> {
-        collective::wish(&self.collective, self.nccl_cluster).map_err(|error| errors::of_call(py, &error))
+    fn wish(&self, py: Python<'_>) -> PyResult<Wish> {
+        let process_group = self.process_group.as_ref().map(|group| Arc::new(group.clone_ref(py)));
+        let wish = Wish::of(&self.collective, self.nccl_cluster, process_group.as_ref());
+        wish.map_err(|error| errors::of_call(py, &error))
     }
 
     /// Before the group forms: wrong settings must not end a group.
@@ -351,7 +352,7 @@ impl SessionSettings {
         let sessions = interruptible(py, move || {
             std::thread::scope(|scope| {
                 let open = |(transport, device)| {
-                    let options = options.clone();
+                    let (wish, options) = (&wish, options.clone());
                     scope.spawn(move || collective::session(wish, transport, device, options, leave))
                 };
                 let opening: Vec<_> = places.into_iter().map(open).collect();

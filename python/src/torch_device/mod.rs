@@ -5,6 +5,7 @@
 mod attention;
 mod backend;
 mod buffer;
+mod messages;
 mod pieces;
 mod places;
 mod words;
@@ -15,6 +16,7 @@ use pyo3::exceptions::{PyMemoryError, PyTypeError};
 use pyo3::prelude::*;
 
 pub(crate) use self::buffer::TorchBuffer;
+pub(crate) use self::messages::form;
 use self::places::name;
 
 /// A device of PyTorch.

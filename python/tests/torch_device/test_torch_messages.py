@@ -1,0 +1,298 @@
+"""Messages between devices of PyTorch by ``torch.distributed``: processes over gloo on the CPU."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PREFIX = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import kyklos
+from kyklos._device import _messages
+from kyklos._device._device import Device
+rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+through_host, by_torch = [], []
+upload, on_host = Device.upload, Device.on_host
+Device.upload = lambda self, data, count: through_host.append(count) or upload(self, data, count)
+Device.on_host = lambda self, buffer, start, end: through_host.append(end - start) or on_host(self, buffer, start, end)
+init = _messages.Exchange.__init__
+_messages.Exchange.__init__ = lambda self, *a: by_torch.append(sum(end - first for *_, first, end in a[1])) or init(self, *a)
+
+def form(collective="torch", process_group=None, device="torch:cpu", **options):
+    return kyklos.Group.from_torch(process_group, device=device, collective=collective, **options)
+
+def states(counts, dtype=torch.float32, heads=6, kv_heads=3):
+    generator = torch.Generator().manual_seed(7)
+    make = lambda of: torch.randn(2, sum(counts), of, 24, generator=generator).to(dtype)
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    return [make(of)[:, own] for of in (heads, kv_heads, kv_heads, heads)]
+
+def both_ways(group, counts, dtype=torch.float32, heads=6, kv_heads=3, **options):
+    q, k, v, d_o = states(counts, dtype, heads, kv_heads)
+    o, lse = group.attend(q, k, v, lse_pair=True, layout="bshd", **options)
+    sent = [group.report["bytes_sent"]]
+    gradients = group.backward(q, k, v, o, lse, d_o, layout="bshd", **options)
+    sent.append(group.report["bytes_sent"])
+    return [o, lse, gradients.dq, gradients.dk, gradients.dv], sent
+
+def same(found, wanted):
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(found, wanted, strict=True))
+
+def refused(call, *words):
+    try:
+        call()
+    except kyklos.RequestError as error:
+        assert all(word in str(error) for word in words), error
+        return error
+    raise AssertionError("not refused")
+"""
+
+
+def start(size, folder, body):
+    script = PREFIX + textwrap.dedent(body)
+    argv = [sys.executable, "-c", script]
+    return [
+        subprocess.Popen([*argv, str(rank), str(size), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+
+
+def ends(processes):
+    found = []
+    for process in processes:
+        try:
+            out, err = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            err += "\nkilled: it did not end"
+        found.append((process.returncode, out, err))
+    return found
+
+
+def run(size, folder, body):
+    """All ranks run ``body``, and say that they have come to its end."""
+    found = ends(start(size, folder, textwrap.dedent(body) + "\nprint('end', flush=True)\ndist.destroy_process_group()\n"))
+    assert all(code == 0 and out == "end\n" for code, out, _ in found), "\n".join(f"{code} {out} {err}" for code, out, err in found)
+
+
+CALLS = """
+calls = [
+    ([20, 31, 17], torch.float32, {"strategy": "ring", "mesh": "1x3", "mask": "causal"}),
+    ([20, 31, 17], torch.bfloat16, {"strategy": "bidirectional", "mesh": "1x3", "mask": "full"}),
+    ([9, 9, 9], torch.float32, {"strategy": "ulysses", "mesh": "3x1", "mask": "causal"}),
+    ([20, 31, 17], torch.float16, {"strategy": "ulysses", "mesh": "3x1", "mask": "window:9,0"}),
+    ([3, 61, 0], torch.float32, {"strategy": "pass-q", "mesh": "1x3", "mask": "causal"}),
+    ([40, 0, 1], torch.float32, {"mask": "causal"}),
+    ([33, 33, 33], torch.float32, {"strategy": "gather", "mesh": "1x3", "mask": "documents:0,20,61,99"}),
+    ([20, 31, 17], torch.float32, {"strategy": "ring", "mesh": "1x3", "mask": "causal", "wire": "f16"}),
+]
+"""
+
+
+def test_results_and_gradients_have_the_bytes_of_messages_through_the_host(tmp_path):
+    """And those messages went where they say: no tensor through the host, and as many bytes as the report says by PyTorch."""
+    run(
+        3,
+        tmp_path,
+        CALLS
+        + """
+with form("host") as host, form() as group:
+    assert (host.collective, group.collective) == ("host memory", "torch.distributed (gloo)")
+    for counts, dtype, options in calls:
+        wanted, sent_by_host = both_ways(host, counts, dtype, **options)
+        assert sum(sent_by_host) == 0 or max(through_host) > 100
+        through_host.clear()
+        by_torch.clear()
+        for again in range(2):
+            found, sent = both_ways(group, counts, dtype, **options)
+            assert same(found, wanted), options
+            assert sent == sent_by_host
+        # A word for all elements that float16 does not have.
+        assert max(through_host, default=0) <= 16 and sum(by_torch) == 2 * sum(sent), (options, through_host, by_torch, sent)
+    # The caller's own messages between calls.
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    assert total.item() == 6 and same(both_ways(group, counts, dtype, **options)[0], wanted)
+""",
+    )
+
+
+def test_messages_that_are_mixed_up_are_seen(tmp_path):
+    """A control of the test above: two pieces of equal size change places."""
+    run(
+        2,
+        tmp_path,
+        """
+        post = _messages.Messages.post
+        def mixed(self, sends, recvs, done):
+            if len(sends) == 2 and rank == 1:
+                (to, first, *one), (_, second, *other) = sends
+                sends = [(to, first, *other), (to, second, *one)]
+            return post(self, sends, recvs, done)
+        counts, options = [16, 16], {"strategy": "ring", "mesh": "1x2", "mask": "full"}
+        with form("host") as host, form() as group:
+            wanted, _ = both_ways(host, counts, **options)
+            assert same(both_ways(group, counts, **options)[0], wanted)
+            _messages.Messages.post = mixed
+            found, _ = both_ways(group, counts, **options)
+            # Rank 0 has got values for keys.
+            assert same(found[:1], wanted[:1]) == (rank == 1)
+        """,
+    )
+
+
+def test_a_group_of_some_processes_and_one_after_another(tmp_path):
+    run(
+        4,
+        tmp_path,
+        """
+        pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        own = pairs[rank % 2]
+        for round_ in range(3):
+            with form(process_group=own) as group:
+                assert group.size == 2 and group.rank == rank // 2
+                counts = [5 + round_, 0, 6, 0] if rank % 2 == 0 else [0, 5, 0, 7 + round_]
+                q, k, v, _ = states(counts)
+                o, _ = group.attend(q, k, v, mask="causal", layout="bshd")
+                with kyklos.Group.local(1, device="torch:cpu")[0] as alone:
+                    parts = [None] * 2
+                    dist.all_gather_object(parts, (q, k, v), group=own)
+                    whole = [torch.cat(part, 1) for part in zip(*parts)]
+                    wanted, _ = alone.attend(*whole, mask="causal", layout="bshd")
+                first = 0 if group.rank == 0 else parts[0][0].shape[1]
+                assert (o - wanted[:, first : first + q.shape[1]]).abs().max() <= 3e-6
+        with form() as group:
+            assert group.size == 4
+            assert by_torch and not dist.distributed_c10d._world.pg_names == {}
+        """,
+    )
+
+
+def test_a_process_group_whose_ranks_are_in_another_order(tmp_path):
+    run(
+        3,
+        tmp_path,
+        """
+        other = dist.new_group([2, 0, 1], sort_ranks=False)
+        counts, options = [4, 5, 6], {"strategy": "ring", "mesh": "1x3", "mask": "causal"}
+        with form("host", other) as host, form(process_group=other) as group:
+            assert group.rank == dist.get_rank(other) == (rank + 1) % 3
+            rank = group.rank
+            assert same(both_ways(group, counts, **options)[0], both_ways(host, counts, **options)[0])
+        """,
+    )
+
+
+def test_a_rank_that_cannot_is_named_on_all_ranks(tmp_path):
+    run(
+        3,
+        tmp_path,
+        """
+        words = "torch.distributed is not used: rank 1: its device is ", "not one of PyTorch", 'use collective="host"'
+        refused(lambda: form(device="cpu" if rank == 1 else "torch:cpu"), *words)
+        refused(lambda: form(nccl_cluster=1), "nccl_cluster")
+        if rank == 2:
+            os.environ["GLOO_SOCKET_IFNAME"] = "nonsense"
+        refused(lambda: form(deadline_s=5), "torch.distributed is not used: rank 2: ", "nonsense")
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        with form("host") as group:
+            assert group.size == 3
+        with form() as group:
+            assert group.collective == "torch.distributed (gloo)"
+        """,
+    )
+
+
+def test_trial_messages_with_other_bytes_are_seen(tmp_path):
+    run(
+        2,
+        tmp_path,
+        """
+        class Nothing:
+            def wait(self, timeout): pass
+        _messages.dist.batch_isend_irecv = lambda parts: [Nothing()]
+        refused(form, "torch.distributed is not used: rank 0: a trial message had arrived with other bytes than were sent")
+        """,
+    )
+
+
+def test_there_must_be_a_process_group():
+    import kyklos
+
+    for how in (kyklos.Group.from_env, lambda **options: kyklos.Group.local(2, **options)):
+        with pytest.raises(kyklos.RequestError, match='collective="torch" without a process group: form the group with .*from_torch'):
+            how(device="cpu", collective="torch")
+
+
+def test_a_process_that_is_killed_is_named(tmp_path):
+    """In the middle of a call: the others wait for its messages."""
+    body = """
+    group = form()
+    counts, options = [8, 8, 8], {"strategy": "ring", "mesh": "1x3", "mask": "full"}
+    both_ways(group, counts, **options)
+    if rank == 1:
+        _messages.Messages.post = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
+    for attempt in range(2):
+        try:
+            both_ways(group, counts, **options)
+        except kyklos.GroupError as error:
+            print(error.peer, "rank 1" in str(error), flush=True)
+    group.close()
+    print("end", flush=True)
+    """
+    (code, out, err), (killed, _, _), (other_code, other_out, other_err) = ends(start(3, tmp_path, body))
+    assert killed == -9
+    assert code == other_code == 0, err + other_err
+    assert out == other_out == "1 True\n1 True\nend\n", out + other_out + err + other_err
+
+
+def test_a_message_that_does_not_come_ends_at_the_deadline(tmp_path):
+    """A rank that is stuck. The group is not used any more, and another one is."""
+    run(
+        2,
+        tmp_path,
+        """
+        group = form(deadline_s=5)
+        counts, options = [8, 8], {"strategy": "ring", "mesh": "1x2", "mask": "full"}
+        wanted, _ = both_ways(group, counts, **options)
+        post = _messages.Messages.post
+        if rank == 1:
+            _messages.Messages.post = lambda *a: time.sleep(12) or post(*a)
+        for attempt in range(2):
+            before = len(by_torch)
+            try:
+                both_ways(group, counts, **options)
+            except kyklos.GroupError as error:
+                print(error, file=sys.stderr)
+                assert rank == 1 or attempt or error.peer == 1, error
+            else:
+                raise AssertionError("no error")
+            # Nothing is tried any more.
+            assert attempt == 0 or len(by_torch) == before
+        group.close()
+        _messages.Messages.post = post
+        with form() as group:
+            assert same(both_ways(group, counts, **options)[0], wanted)
+        """,
+    )
+
+
+def test_a_group_that_is_closed_late_or_never(tmp_path):
+    """After the process group, and by the end of the interpreter."""
+    run(
+        2,
+        tmp_path,
+        """
+        first, second = form(), form()
+        counts, options = [8, 8], {"mask": "full"}
+        both_ways(first, counts, **options)
+        both_ways(second, counts, **options)
+        destroy, dist.destroy_process_group = dist.destroy_process_group, lambda *a: None
+        destroy()
+        first.close()
+        """,
+    )
