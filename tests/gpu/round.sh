@@ -154,6 +154,7 @@ torch_device() {
         return
     fi
     stage torch-claims 100 99 env PYTHONPATH="$here/site" python3 "$here/torch_device.py" claims "${on/cuda/cuda:0}"
+    stage torch-messages 60 15 env PYTHONPATH="$here/site" python3 "$here/torch_device.py" messages "${on/cuda/cuda:0}"
     stage torch-in-place 45 12 env PYTHONPATH="$here/site" python3 "$here/in_place.py" "torch:$on"
     stage torch-times 80 20 env PYTHONPATH="$here/site" python3 "$here/torch_device.py" times "${on/cuda/cuda:0}"
 }

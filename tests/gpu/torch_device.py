@@ -1,17 +1,21 @@
-"""PyTorch as a device of Kyklos: torch_device.py claims|times [DEVICE]      DEVICE: cuda:0 by default, or cpu, for a rehearsal
+"""PyTorch as a device of Kyklos: torch_device.py claims|messages|times [DEVICE]      DEVICE: cuda:0 by default, or cpu, for a rehearsal
 
 claims: which kernels are used, and the contract of backends, claim by claim, where PyTorch is told to repeat gradients bit by bit.
-times: a call of one rank beside PyTorch's scaled_dot_product_attention, forward and gradients, and two ranks of one process, which
-share the GPU; then the same with each newer flash attention that is installed.
+messages: by NCCL, one process on each GPU, as through the host; NCCL takes no two ranks on one GPU, so with one GPU only a message to
+itself. times: a call of one rank beside PyTorch's scaled_dot_product_attention, forward and gradients, and two ranks of one process,
+which share the GPU; then the same with each newer flash attention that is installed.
 """
 
 import os
+import queue
 import statistics
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 import kyklos
@@ -40,6 +44,54 @@ def claims():
             outcome = "WRONG\n" + "\n".join(str(fault).splitlines()[:8])
         print(f"{time.perf_counter() - began:5.1f} s  {claim}: {outcome}", flush=True)
     sys.exit(f"{wrong} claims do not hold" if wrong else 0)
+
+
+def messages():
+    ranks = 2 if ON_CPU else torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(messages_of, (ranks, folder), ranks)
+    print(f"{ranks} ranks: right", flush=True)
+
+
+def messages_of(rank, ranks, folder):
+    device = "cpu" if ON_CPU else f"cuda:{rank}"
+    if not ON_CPU:
+        torch.cuda.set_device(rank)
+    backend = "gloo" if ON_CPU else "nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    if not ON_CPU:
+        to_itself(rank, device)
+    results = []
+    for collective in ("host", "torch"):
+        with kyklos.Group.from_torch(device=f"torch:{device}", collective=collective) as group:
+            print(f"rank {rank}: {group.collective}", flush=True)
+            for mesh in (f"1x{ranks}", f"{ranks}x1"):
+                generator = torch.Generator().manual_seed(rank)
+                q, k, v, d_o = (torch.randn(1, 8, 640, 64, generator=generator).to(device, torch.bfloat16) for _ in range(4))
+                leaves = [x.requires_grad_() for x in (q, k, v)]
+                o, lse = kyklos.torch.attention(*leaves, group, mask="causal", mesh=mesh)
+                results.append([o, lse, *torch.autograd.grad(o, leaves, d_o)])
+    half = len(results) // 2
+    for wanted, found in zip(results[:half], results[half:], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(wanted, found, strict=True)), f"rank {rank}: other bytes than through the host"
+    dist.destroy_process_group()
+
+
+def to_itself(rank, device):
+    from kyklos._device import Device
+    from kyklos._device._messages import Exchange, Messages
+
+    own, ends = Messages(dist.group.WORLD, Device(device)), queue.Queue()
+    own.open(60.0, 60.0, ends.put)
+    assert (why := ends.get(timeout=120)) is None, why
+    count = 1 << 20
+    sent = torch.randint(256, (count,), dtype=torch.uint8, device=device)
+    received = torch.zeros_like(sent)
+    exchange = Exchange(own, [(rank, 0, sent, 3, count)], [(rank, 0, received, 0, count - 3)])
+    exchange.wait()
+    exchange.order()
+    assert torch.equal(received[: count - 3], sent[3:]) and not received[count - 3 :].any()
+    own.close()
 
 
 def milliseconds(call):
@@ -112,4 +164,5 @@ def on_threads(groups, call):
         list(pool.map(call, groups))
 
 
-{"claims": claims, "times": times}[WHAT]()
+if __name__ == "__main__":
+    {"claims": claims, "messages": messages, "times": times}[WHAT]()
