@@ -86,8 +86,8 @@ class Group(Forming, Sharing, Differentiable):
 
     @property
     def collective(self) -> str:
-        """How keys, values and states go between the ranks, such as ``"NCCL 2.28.9"``; if NCCL is not used, why:
-        ``"host memory; NCCL is not used: rank 1: …"``."""
+        """How keys, values and states go between the ranks, such as ``"NCCL 2.28.9"`` or ``"torch.distributed (nccl)"``; if NCCL
+        is not used, why: ``"host memory; NCCL is not used: rank 1: …"``."""
         return self._core.collective
 
     @property

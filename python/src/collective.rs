@@ -31,7 +31,7 @@ impl Wish {
         let formed = |choice| Ok(Self::Formed(choice));
         match (name, cluster) {
             ("host" | "torch", Some(_)) => Err(Error::request(
-                "nccl_cluster without Kyklos' NCCL",
+                "nccl_cluster without NCCL",
                 "add collective=\"nccl\" or collective=\"auto\", or leave it out",
             )),
             ("host", None) => formed(CollectiveChoice::Host),

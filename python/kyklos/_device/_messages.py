@@ -92,7 +92,7 @@ class Messages:
     def _open(self, timeout: timedelta) -> None:
         # Older versions sort the ranks always.
         order = {} if self._ranks == sorted(self._ranks) else {"sort_ranks": False}
-        group = dist.new_group(
+        group: Any = dist.new_group(
             self._ranks,
             timeout,
             backend=self.way.replace(" ", ":"),
@@ -130,7 +130,7 @@ class Messages:
             elif self._abandoned:
                 # With gloo a wait that is over closes all connections, and that ends all others.
                 peer = self._ranks[dist.get_rank(self._like) - 1]
-                never = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, group, NEVER)
+                never: Any = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, group, NEVER)
                 never.wait(timedelta(milliseconds=1))
         with suppress(Exception):
             dist.destroy_process_group(group)

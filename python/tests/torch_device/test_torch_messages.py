@@ -39,7 +39,7 @@ def both_ways(group, counts, dtype=torch.float32, heads=6, kv_heads=3, **options
     return [o, lse, gradients.dq, gradients.dk, gradients.dv], sent
 
 def same(found, wanted):
-    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(found, wanted, strict=True))
+    return all(torch.equal(*(z.contiguous().view(torch.uint8) for z in (x, y))) for x, y in zip(found, wanted, strict=True))
 
 def refused(call, *words):
     try:
@@ -165,9 +165,34 @@ def test_a_group_of_some_processes_and_one_after_another(tmp_path):
                     wanted, _ = alone.attend(*whole, mask="causal", layout="bshd")
                 first = 0 if group.rank == 0 else parts[0][0].shape[1]
                 assert (o - wanted[:, first : first + q.shape[1]]).abs().max() <= 3e-6
-        with form() as group:
-            assert group.size == 4
-            assert by_torch and not dist.distributed_c10d._world.pg_names == {}
+        """,
+    )
+
+
+def test_all_kinds_of_calls(tmp_path):
+    """Meshes of two axes, decoding over a cache, the operator with its gradients, and links that are measured."""
+    run(
+        4,
+        tmp_path,
+        """
+        import kyklos.torch
+        def calls(group):
+            results = [*both_ways(group, [7, 12, 0, 9], strategy="unified", mesh="2x2", mask="causal", kv_heads=6, heads=12)[0]]
+            q, k, v, d_o = states([7, 12, 3, 9])
+            cache = group.kv_cache(3, 24, batch=2)
+            results += group.attend_cached(cache, q, k, v, mask="causal", layout="bshd")
+            whole = [torch.ones_like(x[:, :1]) for x in (q, k, v)]
+            for _ in range(3):
+                results += group.attend_cached(cache, *whole, mask="causal", same_queries=True, layout="bshd")
+            with group.cached_calls([cache], *whole, mask="causal", same_queries=True, layout="bshd") as layers:
+                results += [x for x in layers.attend(*whole)]
+            leaves = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
+            o, lse = kyklos.torch.attention(*leaves, group, mask="causal")
+            return [*results, o, lse, *torch.autograd.grad(o, leaves, d_o.transpose(1, 2))]
+        with form("host") as host, form() as group:
+            assert same(calls(group), calls(host))
+            group.cluster(64, heads=2, dim=16)
+            assert same(calls(group), calls(host))
         """,
     )
 
@@ -279,6 +304,21 @@ def test_a_message_that_does_not_come_ends_at_the_deadline(tmp_path):
             assert same(both_ways(group, counts, **options)[0], wanted)
         """,
     )
+
+
+def test_an_exception_ends_the_group_and_its_processes_as_it_should(tmp_path):
+    """No thread waits for a message when the interpreter ends: that would end the process by a signal."""
+    body = """
+    with form() as group:
+        both_ways(group, [8, 8, 8], mask="full")
+        if rank == 1:
+            raise KeyError("mine")
+        both_ways(group, [8, 8, 8], mask="full")
+    """
+    found = ends(start(3, tmp_path, body))
+    assert [code for code, _, _ in found] == [1, 1, 1], found
+    assert "KeyError: 'mine'" in found[1][2]
+    assert all("GroupError: rank 1 failed: KeyError: 'mine'" in found[rank][2] for rank in (0, 2)), found
 
 
 def test_a_group_that_is_closed_late_or_never(tmp_path):
