@@ -222,7 +222,7 @@ def test_a_rank_that_cannot_is_named_on_all_ranks(tmp_path):
         refused(lambda: form(nccl_cluster=1), "nccl_cluster")
         if rank == 2:
             os.environ["GLOO_SOCKET_IFNAME"] = "nonsense"
-        refused(lambda: form(deadline_s=5), "torch.distributed is not used: rank 2: ", "nonsense")
+        refused(lambda: form(deadline_s=20), "torch.distributed is not used: rank 2: ", "nonsense")
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
         with form("host") as group:
             assert group.size == 3
@@ -243,6 +243,49 @@ def test_trial_messages_with_other_bytes_are_seen(tmp_path):
         refused(form, "torch.distributed is not used: rank 0: a trial message had arrived with other bytes than were sent")
         """,
     )
+
+
+def test_a_device_with_streams_is_asked_until_its_messages_have_moved(monkeypatch):
+    """What GPUs do, without one: works that say when they are done, and a backend that tells of its error."""
+    import torch
+    from torch._C._distributed_c10d import ErrorType
+
+    from kyklos._device import _messages
+
+    monkeypatch.setattr(_messages.time, "sleep", lambda seconds: pauses.append(seconds))
+    pauses, waited, error = [], [], ErrorType.SUCCESS
+    backend = type("Backend", (), {"get_error": lambda self: error})()
+    messages = object.__new__(_messages.Messages)
+    messages._of_cpu, messages._stream, messages._abandoned, messages.device = False, None, False, torch.device("cpu")
+    messages._group = type("Group", (), {"_get_backend": lambda self, device: backend})()
+
+    class Work:
+        def __init__(self, looks):
+            self.looks = looks
+
+        def is_completed(self):
+            self.looks -= 1
+            return self.looks < 0
+
+        def wait(self):
+            waited.append(self.looks)
+
+    def exchange(*looks):
+        made = object.__new__(_messages.Exchange)
+        made._messages, made._works = messages, [Work(count) for count in looks]
+        return made
+
+    moved = exchange(20, 3)
+    moved.wait()
+    assert len(pauses) == 23 and pauses == sorted(pauses) and pauses[-1] == _messages.PAUSE and not waited
+    moved.order()
+    assert len(waited) == 2 and max(waited) < 0
+    error = ErrorType.COMM_ERROR
+    with pytest.raises(ValueError, match="the backend has an error: COMM_ERROR"):
+        exchange(0).wait()
+    messages._abandoned = True
+    with pytest.raises(RuntimeError, match="left"):
+        exchange(1 << 60).wait()
 
 
 def test_there_must_be_a_process_group():
@@ -281,12 +324,16 @@ def test_a_message_that_does_not_come_ends_at_the_deadline(tmp_path):
         2,
         tmp_path,
         """
-        group = form(deadline_s=5)
+        group = form(deadline_s=10)
         counts, options = [8, 8], {"strategy": "ring", "mesh": "1x2", "mask": "full"}
         wanted, _ = both_ways(group, counts, **options)
         post = _messages.Messages.post
         if rank == 1:
-            _messages.Messages.post = lambda *a: time.sleep(12) or post(*a)
+            def late(*args):
+                while not os.path.exists(f"{folder}/late"):
+                    time.sleep(0.05)
+                return post(*args)
+            _messages.Messages.post = late
         for attempt in range(2):
             before = len(by_torch)
             try:
@@ -294,6 +341,7 @@ def test_a_message_that_does_not_come_ends_at_the_deadline(tmp_path):
             except kyklos.GroupError as error:
                 print(error, file=sys.stderr)
                 assert rank == 1 or attempt or error.peer == 1, error
+                open(f"{folder}/late", "w").close()
             else:
                 raise AssertionError("no error")
             # Nothing is tried any more.
