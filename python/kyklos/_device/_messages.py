@@ -49,12 +49,18 @@ class Messages:
         #: The kind of the device and its backend, equal on all ranks.
         self.way = f"{self.device.type} {backend}"
         self._ranks = dist.get_process_group_ranks(process_group)
+        if self._of_some() and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+            # PyTorch then splits the communicator of all ranks, which waits for all of them.
+            raise ValueError("its process group has only some processes of the job, whose ranks are bound to devices (device_id=)")
         self._group: Any = None
         self._abandoned = False
         self._lock = threading.Lock()
         self._serving = threading.Thread(target=self._serve, name="kyklos-torch", daemon=True)
         self._leaving = threading.Thread(target=self._leave, name="kyklos-torch-end", daemon=True)
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Done] | None] = queue.SimpleQueue()
+
+    def _of_some(self) -> bool:
+        return len(self._ranks) != dist.get_world_size()
 
     def open(self, form_s: float, message_s: float, done: Done) -> None:
         """Makes the process group and tries it, meanwhile. That and a message may take so many seconds."""
@@ -97,7 +103,7 @@ class Messages:
             timeout,
             backend=self.way.replace(" ", ":"),
             # Only the ranks of the group are here.
-            use_local_synchronization=len(self._ranks) != dist.get_world_size(),
+            use_local_synchronization=self._of_some(),
             **order,  # type: ignore[arg-type]
         )
         with self._lock:
@@ -172,6 +178,8 @@ class Exchange:
             for how, all_ in of
             for peer, number, tensor, first, end in all_
         ]
+        if group not in dist.distributed_c10d._world.pg_map:
+            raise RuntimeError("its process group was destroyed: close the group before dist.destroy_process_group()")
         with messages._stream or nullcontext():
             self._works = dist.batch_isend_irecv(self._parts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -62,8 +63,9 @@ def attention(
         over the ranks, as that of any parameter.
     :param bias: as a four-axis ``mask``, of the type of q, added to the logits. Its gradient is that of this rank's rows; that of a
         ``key_bias`` of numbers is this rank's part, as that of the sinks.
-    :param layout: ``"bhsd"`` as above, or ``"bshd"`` for ``[batch, tokens, heads, dim]``. Arrays in the other layout give wrong
-        numbers without an error where their shapes allow it.
+    :param layout: ``"bhsd"`` as above, or ``"bshd"`` for ``[batch, tokens, heads, dim]``, where a mask or bias of four axes is ``[batch,
+        tokens, heads, keys]``, with ones where it is shared. Arrays in the other layout give wrong numbers without an error where their
+        shapes allow it.
     :param options: the other options of :meth:`kyklos.Group.attend`. ``results`` is ``"owner"``.
     :returns: ``o`` like ``q``, with heads of ``width``, and ``lse``, float32 ``[batch, heads, tokens]`` (``"bshd"``: ``[batch, tokens, heads]``).
     :raises RequestError: as :meth:`kyklos.Group.attend`.
@@ -138,7 +140,7 @@ def _arguments(
         if not q.shape[-1] == v.shape[-1] == dim:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             # Ranks must agree on what only they know.
-            options["label"] = f"{options.get('label', '')} [heads of {q.shape[-1]} and {v.shape[-1]}]".lstrip()
+            options["label"] = _label(options.get("label", ""), f"[heads of {q.shape[-1]} and {v.shape[-1]}]")
             # Zeros at the end of a head change neither q·k nor the values.
             q, k, v = (x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1])) for x in (q, k, v))
     amounts = amount("scale", scale), amount("softcap", softcap)
@@ -150,6 +152,13 @@ def _arguments(
     options = {"inference": not records, **options}
     number = _number(group, "full" if mask is None else mask, layout, *options.items())
     return q, k, v, bias, key_bias, sinks, *amounts, q_offset, number, layout == "bhsd"
+
+
+@torch.compiler.assume_constant_result
+def _label(given: str, more: str) -> str:
+    """A label with an addition, in the 128 bytes that a label may have. Unlike ones stay unlike."""
+    whole = f"{given} {more}".lstrip()
+    return whole if len(whole.encode()) <= 128 or len(given.encode()) > 128 else f"{zlib.crc32(given.encode()):08x} {more}"
 
 
 @torch.compiler.assume_constant_result

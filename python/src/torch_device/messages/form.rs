@@ -15,8 +15,8 @@ use super::{Done, Messages, TorchCollective};
 use crate::torch_device::TorchBackend;
 
 /// Hashes for the votes: ranks that do something else at that time are told so.
-const OFFER: [u8; 32] = *b"kyklos: torch.distributed, offer";
-const OPENED: [u8; 32] = *b"kyklos: torch.distributed, ready";
+const OFFER: [u8; 32] = *b"from_torch(collective=\"torch\"),1";
+const OPENED: [u8; 32] = *b"from_torch(collective=\"torch\"),2";
 
 /// The first byte of a note.
 const NO: u8 = 0;

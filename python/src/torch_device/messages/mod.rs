@@ -150,7 +150,7 @@ impl TorchCollective {
         match posted {
             Ok(exchange) => Ok(Posted { arrived, exchange: Some((exchange, outcome)) }),
             // Some of its messages may be under way.
-            Err(error) => Err(self.watch.fail(error)),
+            Err(error) => Err(self.watch.fail(of_messages(error))),
         }
     }
 
@@ -181,6 +181,19 @@ impl TorchCollective {
         }
     }
 }
+
+/// An error of PyTorch in an operation on messages.
+fn of_messages(error: Error) -> Error {
+    match error {
+        Error::Device { device, native, .. } => {
+            Error::Device { device, operation: OPERATION.to_owned(), native }
+        }
+        other => other,
+    }
+}
+
+/// What has failed, in errors.
+const OPERATION: &str = "exchange messages by torch.distributed";
 
 /// The number of a piece of a message. Few messages are under way together, so these differ; where
 /// two are equal, they arrive in the order in which they were sent.

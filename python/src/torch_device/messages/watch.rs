@@ -10,7 +10,7 @@ use futures_channel::oneshot;
 use kyklos::Error;
 use kyklos_transport::{Pending, Rank, Tag, TransportError};
 
-use super::Messages;
+use super::{Messages, OPERATION};
 
 /// Why an exchange failed.
 #[derive(Clone, Debug)]
@@ -221,7 +221,7 @@ impl Queue {
                 Some((since, text)) if since.elapsed() >= TELL.min(*deadline) => {
                     Some(Failure::Own(Error::Device {
                         device: device.clone(),
-                        operation: "exchange messages by torch.distributed".to_owned(),
+                        operation: OPERATION.to_owned(),
                         native: text.clone(),
                     }))
                 }
