@@ -303,7 +303,10 @@ impl Kernel {
                 variant: AttendVariant::SubgroupBroadcast { .. } | AttendVariant::Cooperative(_),
                 ..
             }) | Self::Decode(DecodeKernel { variant: DecodeVariant::Lanes { .. }, .. })
-                | Self::AttendBackward(BackwardKernel { variant: BackwardVariant::Lanes { .. }, .. })
+                | Self::AttendBackward(BackwardKernel {
+                    variant: BackwardVariant::Lanes { .. } | BackwardVariant::Cooperative(_),
+                    ..
+                })
         )
     }
 
@@ -321,6 +324,10 @@ impl Kernel {
     /// Of the compilers only naga accepts the text, and it translates the text to SPIR-V and
     /// MSL alone.
     pub const fn needs_matrices(&self) -> bool {
-        matches!(self, Self::Attend(AttendKernel { variant: AttendVariant::Cooperative(_), .. }))
+        matches!(
+            self,
+            Self::Attend(AttendKernel { variant: AttendVariant::Cooperative(_), .. })
+                | Self::AttendBackward(BackwardKernel { variant: BackwardVariant::Cooperative(_), .. })
+        )
     }
 }

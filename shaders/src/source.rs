@@ -48,6 +48,8 @@ impl Kernel {
                 kernel.head_dim
             }
             Self::AttendBackward(kernel) => {
+                let matrices = matches!(kernel.variant, BackwardVariant::Cooperative { .. });
+                assert!(!(matrices && kernel.bias.any()), "the matrix variant reads no bias");
                 let of_keys = kernel.variant.of_keys(kernel.head_dim, kernel.bias);
                 let made = match kernel.sums {
                     Sums::Queries => true,
@@ -117,6 +119,9 @@ impl Kernel {
                     }
                     BackwardVariant::Lanes { subgroup_size } => {
                         ("backward/lanes.wgsl", backward::lanes::values(kernel, subgroup_size))
+                    }
+                    BackwardVariant::Cooperative(matrices) => {
+                        ("backward/matrix.wgsl", backward::matrix::values(kernel, matrices))
                     }
                 };
                 (file, context! { ..values, ..backward::values(kernel), ..logits })
@@ -199,6 +204,7 @@ impl Kernel {
             Self::AttendBackward(BackwardKernel { variant, .. }) => match variant {
                 BackwardVariant::Portable(_) => backward::portable::THREADS,
                 BackwardVariant::Lanes { subgroup_size } => *subgroup_size,
+                BackwardVariant::Cooperative(matrices) => matrices.subgroup_size * matrices.subgroups,
             },
             Self::MergeParts { .. }
             | Self::Merge { .. }
@@ -235,6 +241,11 @@ impl Kernel {
             Self::AttendBackward(kernel @ BackwardKernel { variant: BackwardVariant::Portable(_), .. }) => {
                 backward::portable::workgroup_bytes(kernel)
             }
+            Self::AttendBackward(BackwardKernel {
+                variant: BackwardVariant::Cooperative(matrices),
+                head_dim,
+                ..
+            }) => backward::matrix::workgroup_bytes(*head_dim, *matrices),
             Self::RowStats { .. } => 4 * self.workgroup_size(),
             _ => 0,
         }

@@ -98,7 +98,12 @@ fn stays_within_webgpus_default_limits(kernel: &Kernel, module: &naga::Module) {
             variant: AttendVariant::Cooperative(Matrices { size: 8, .. }),
             ..
         }) => WORKGROUP_BYTES_OF_8X8,
-        Kernel::Attend(AttendKernel { variant: AttendVariant::Cooperative(_), .. }) => {
+        Kernel::AttendBackward(BackwardKernel {
+            variant: BackwardVariant::Cooperative(Matrices { size: 8, .. }),
+            ..
+        }) => WORKGROUP_BYTES_OF_8X8,
+        Kernel::Attend(AttendKernel { variant: AttendVariant::Cooperative(_), .. })
+        | Kernel::AttendBackward(BackwardKernel { variant: BackwardVariant::Cooperative(_), .. }) => {
             WORKGROUP_BYTES_OF_16X16
         }
         _ => MAX_WORKGROUP_BYTES,

@@ -26,6 +26,9 @@ pub(crate) const ALL: &[(&str, Test)] = &[
         "nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it",
         nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it,
     ),
+    ("gradients_in_f16_equal_f64_whatever_the_size_of_the_output_gradient", |backend| {
+        gradients_of_any_size_equal_f64(backend, 32);
+    }),
     ("a_long_backward_pass_goes_in_pieces_and_can_be_cancelled", a_long_backward_pass_can_be_cancelled),
     ("accumulate_adds_to_its_rows_and_to_no_others", accumulate_adds_to_its_rows_and_to_no_others),
 ];
@@ -141,7 +144,7 @@ impl Backward {
 
     fn check(&mut self, backend: &WgpuBackend, what: &str) {
         self.run(backend, &Control::default()).unwrap();
-        let right = self.right();
+        let right = self.right().map(|sum| sum.into_iter().map(|[value, _]| value).collect::<Vec<_>>());
         // o is rounded to the storage type before it enters δ.
         let tolerance = match self.case.problem.dtype {
             Dtype::F32 => 1e-5,
@@ -159,14 +162,21 @@ impl Backward {
         }
     }
 
-    /// dq, dk and dv, laid out as the sums; NaN where no visible pair adds anything.
-    fn right(&self) -> [Vec<f64>; 3] {
+    /// dq, dk and dv, laid out as the sums, each with the sum of its terms' sizes; NaN where no
+    /// visible pair adds anything. The sizes are those of the products in dS too.
+    fn right(&self) -> [Vec<[f64; 2]>; 3] {
+        self.right_after(BEFORE)
+    }
+
+    /// The same of sums that hold `held` before.
+    fn right_after(&self, held: f32) -> [Vec<[f64; 2]>; 3] {
         let (case, shape, p) = (&self.case, self.case.shape(), &self.case.problem);
         let (dim, kv_heads) = (shape.dim, p.kv_heads as usize);
-        let mut dq = vec![f64::NAN; self.d_o.len()];
-        let [mut dk, mut dv] = [(); 2].map(|()| vec![f64::NAN; self.kv_elements]);
-        let add = |sum: &mut f64, value: f64| {
-            *sum = value + if sum.is_nan() { f64::from(BEFORE) } else { *sum };
+        let mut dq = vec![[f64::NAN; 2]; self.d_o.len()];
+        let [mut dk, mut dv] = [(); 2].map(|()| vec![[f64::NAN; 2]; self.kv_elements]);
+        let add = |[sum, sizes]: &mut [f64; 2], value: f64, size: f64| {
+            let before = if sum.is_nan() { [f64::from(held), 0.0] } else { [*sum, *sizes] };
+            [*sum, *sizes] = [before[0] + value, before[1] + size];
         };
         for at in 0..shape.batch * shape.rows * shape.heads {
             let (head, row) = (at % shape.heads, at / shape.heads % shape.rows);
@@ -180,7 +190,8 @@ impl Backward {
             };
             let (q, d_o) = (of_row(&case.q), of_row(&self.d_o));
             let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-            let delta = dot(&o, &d_o);
+            let sizes = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| (a * b).abs()).sum::<f64>();
+            let (delta, of_delta) = (dot(&o, &d_o), sizes(&o, &d_o));
             let kv_head = head / p.group() as usize;
             for span in &*p.mask.visible(batch, row as u32, p.kv_len) {
                 for key in span.lo as usize..span.hi as usize {
@@ -192,14 +203,15 @@ impl Backward {
                     let scale = f64::from(p.scale);
                     let weight = (scale * dot(&q, &k) - lse).exp();
                     let d_score = weight * (dot(&d_o, &v) - delta) * scale;
+                    let size = weight * (sizes(&d_o, &v) + of_delta) * scale;
                     let into = self.kv_layout.offset
                         + batch * self.kv_layout.batch_stride
                         + key * self.kv_layout.row_stride
                         + kv_head * self.kv_layout.head_stride;
                     for d in 0..dim {
-                        add(&mut dq[at * dim + d], d_score * k[d]);
-                        add(&mut dk[into + d], d_score * q[d]);
-                        add(&mut dv[into + d], weight * d_o[d]);
+                        add(&mut dq[at * dim + d], d_score * k[d], size * k[d].abs());
+                        add(&mut dk[into + d], d_score * q[d], size * q[d].abs());
+                        add(&mut dv[into + d], weight * d_o[d], weight * d_o[d].abs());
                     }
                 }
             }
@@ -216,6 +228,57 @@ fn every_gradient_of_strided_tensors_equals_f64(backend: &WgpuBackend) {
     ] {
         let mut backward = Backward::new(backend, Case::new(shape, dtype, mask));
         backward.check(backend, &format!("{mask} in {dtype}"));
+    }
+}
+
+/// Training in f16 scales the loss, so that gradients of the output are of any size that f16 has.
+/// They also change from row to row and the values from key to key, up and down.
+pub(crate) fn gradients_of_any_size_equal_f64(backend: &WgpuBackend, dim: u32) {
+    let rows = 101;
+    let ends = |rises: bool, at: usize| {
+        let part = at as f32 / rows as f32;
+        if rises { part } else { 1.0 - part }
+    };
+    for (what, from, to, rises) in [
+        ("1e4", 1e4, 1e4, true),
+        ("1e-6, below the normal numbers", 1e-6, 1e-6, true),
+        ("1e-6 to 1e4", 1e-6, 1e4, true),
+        ("1e4 to 1e-6", 1e-6, 1e4, false),
+    ] {
+        let (from, to): (f32, f32) = (from, to);
+        let size = |at| from * (to / from).powf(ends(rises, at));
+        let mut case = Case::new([1, rows as u32, 2, 1, dim], Dtype::F16, "causal");
+        let rounded = |data: &mut Vec<f32>| *data = loaded(Dtype::F16, &stored(Dtype::F16, data));
+        for (at, v) in case.v.iter_mut().enumerate() {
+            *v *= (1.0f32 / 4096.0).powf(ends(!rises, at / dim as usize));
+        }
+        rounded(&mut case.v);
+        let mut backward = Backward::of(backend, case, |d_o| {
+            for (at, x) in d_o.iter_mut().enumerate() {
+                *x *= size(at / (2 * dim as usize));
+            }
+            *d_o = loaded(Dtype::F16, &stored(Dtype::F16, d_o));
+        });
+        // So that small gradients are not lost in what is there before.
+        for sum in [&mut backward.dq, &mut backward.dk, &mut backward.dv] {
+            backend.clear(sum).unwrap();
+        }
+        backward.run(backend, &Control::default()).unwrap();
+        let right = backward.right_after(0.0);
+        let sums = [("dq", &mut backward.dq), ("dk", &mut backward.dk), ("dv", &mut backward.dv)];
+        for ((name, sum), right) in sums.into_iter().zip(&right) {
+            let got = loaded(Dtype::F32, &read(backend, sum, right.len() * 4));
+            for (at, (got, [right, size])) in got.iter().zip(right).enumerate() {
+                // o, which δ is of, is rounded to f16, and on matrix units P and dS are: each by 2^-11 of itself. Sums
+                // in f32 are not exact either.
+                let error = (f64::from(*got) - right).abs();
+                let tolerance = size * (1.0 / 1024.0 + 1e-5);
+                assert!(
+                    right.is_nan() || error <= tolerance,
+                    "{what}: {name}[{at}] = {got}, f64 says {right}, within {tolerance}"
+                );
+            }
+        }
     }
 }
 

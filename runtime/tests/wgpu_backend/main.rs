@@ -94,7 +94,11 @@ fn main() -> ExitCode {
         let variant = format!("cooperative-{name}").parse().expect("the name of a variant");
         if open(KernelChoice::Exactly(variant), None).is_ok() {
             trials.push(Trial::test(format!("cooperative-{name}::shares_rows"), move || {
-                cases::every_sharing_of_matrices_equals_f64(&open(KernelChoice::Exactly(variant), None)?);
+                let backend = open(KernelChoice::Exactly(variant), None)?;
+                cases::every_sharing_of_matrices_equals_f64(&backend);
+                for dim in cases::head_dims(&[16, 24]) {
+                    backward::gradients_of_any_size_equal_f64(&backend, dim);
+                }
                 Ok(())
             }));
         }

@@ -10,6 +10,7 @@ use crate::Tile;
 use crate::kernel::EMPTY_M;
 
 pub(crate) mod lanes;
+pub(crate) mod matrix;
 pub(crate) mod params;
 pub(crate) mod portable;
 pub(crate) mod variant;
@@ -20,6 +21,7 @@ impl BackwardVariant {
         match self {
             Self::Portable(_) => Tile { q_rows: portable::COLS, kv_cols: portable::COLS },
             Self::Lanes { subgroup_size } => lanes::list_tile(subgroup_size, head_dim),
+            Self::Cooperative(matrices) => matrix::list_tile(matrices),
         }
     }
 }
@@ -34,6 +36,7 @@ impl BackwardKernel {
             BackwardVariant::Lanes { subgroup_size } => {
                 subgroup_size * lanes::rows_per_lane(self, subgroup_size)
             }
+            BackwardVariant::Cooperative(matrices) => matrix::tile_rows(matrices),
         }
     }
 
@@ -50,7 +53,7 @@ impl BackwardKernel {
     }
 }
 
-/// What both variants of a kernel's text depend on.
+/// What all variants of a kernel's text depend on.
 pub(crate) fn values(kernel: BackwardKernel) -> Value {
     let sums = kernel.sums;
     context! {

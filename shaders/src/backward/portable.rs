@@ -45,14 +45,18 @@ pub(crate) const fn workgroup_bytes(kernel: &BackwardKernel) -> u32 {
     16 * tensors * (fixed + SIDE * COLS)
 }
 
-pub(crate) fn values(kernel: BackwardKernel, vendor: Vendor) -> Value {
-    let sums = kernel.sums;
-    // What is read for each product, S and dP: name, fixed tensor, moving tensor.
-    let products = if sums.rows_are_fixed() {
+/// What is read for each product, S and dP: name, fixed tensor, moving tensor.
+pub(crate) const fn products(sums: Sums) -> [(&'static str, &'static str, &'static str); 2] {
+    if sums.rows_are_fixed() {
         [("S", "q", "k"), ("dP", "d_o", "v")]
     } else {
         [("S", "k", "q"), ("dP", "v", "d_o")]
-    };
+    }
+}
+
+pub(crate) fn values(kernel: BackwardKernel, vendor: Vendor) -> Value {
+    let sums = kernel.sums;
+    let products = products(sums);
     let count = if sums.needs_scores() { 2 } else { 1 };
     let areas: Vec<Value> = products
         .into_iter()

@@ -1,6 +1,6 @@
 //! How gradients are computed, and the kernels for it.
 
-use crate::{BiasInput, Storage, Vendor};
+use crate::{AttendVariant, BiasInput, Matrices, Storage, Vendor};
 
 /// How gradients are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -14,6 +14,9 @@ pub enum BackwardVariant {
         /// Lanes of a subgroup.
         subgroup_size: u32,
     },
+    /// Products on matrix units, f16 times f16 summed in f32; needs what
+    /// [`AttendVariant::Cooperative`](crate::AttendVariant::Cooperative) needs, and reads no bias.
+    Cooperative(Matrices),
 }
 
 impl BackwardVariant {
@@ -32,6 +35,7 @@ impl BackwardVariant {
         match self {
             Self::Portable(vendor) => format!("portable-{}", vendor.name()),
             Self::Lanes { subgroup_size } => format!("lanes-{subgroup_size}"),
+            Self::Cooperative(matrices) => AttendVariant::Cooperative(matrices).name(),
         }
     }
 
@@ -44,7 +48,7 @@ impl BackwardVariant {
                 &[Sums::KeysValues]
             }
             Self::Portable(_) => &[Sums::Keys, Sums::Values],
-            Self::Lanes { .. } => &[Sums::KeysValues],
+            Self::Lanes { .. } | Self::Cooperative(_) => &[Sums::KeysValues],
         }
     }
 }
@@ -137,7 +141,7 @@ pub struct BackwardKernel {
     pub head_dim: u32,
     /// Whether logits pass c · tanh(x / c).
     pub softcap: bool,
-    /// Which mask or bias tensor it reads. [`Sums::KeysValues`] of the portable variant reads none,
+    /// Which mask or bias tensor it reads. [`Sums::KeysValues`] of the portable variant and the matrix variant read none,
     /// [`Sums::Bias`] and [`Sums::SharedBias`] read a bias.
     pub bias: BiasInput,
 }

@@ -75,9 +75,17 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
             let mut backward = vec![BackwardVariant::Portable(Vendor::Other)];
             let sizes = AttendVariant::SUBGROUP_SIZES;
             backward.extend(sizes.map(|size| BackwardVariant::lanes(size, head_dim)));
+            backward.extend(
+                MATRICES
+                    .into_iter()
+                    .filter_map(|matrices| BackwardVariant::cooperative(matrices, storage, head_dim)),
+            );
             backward.dedup();
             for variant in backward {
-                for (softcap, bias) in options(head_dim) {
+                let matrices = matches!(variant, BackwardVariant::Cooperative(_));
+                for (softcap, bias) in
+                    options(head_dim).into_iter().filter(|(_, bias)| !(matrices && bias.any()))
+                {
                     let of_keys = variant.of_keys(head_dim, bias);
                     let of_bias: &[Sums] = match bias {
                         BiasInput::Bias => &[Sums::Bias, Sums::SharedBias],

@@ -22,11 +22,7 @@
 // 0 · NaN is NaN in a matrix unit too. So in partial tiles values that are not finite are zero in workgroup memory, and if
 // there were some, they are added element by element to the rows that see them. No sum changes its order by that.
 {% include "parts/logits.wgsl" %}
-// Element d of a row, in whose unit it is.
-fn element(unit: vec4<u32>, d: u32) -> f32 {
-    let pair = unpack2x16float(unit[(d >> 1u) & 3u]);
-    return select(pair.x, pair.y, (d & 1u) == 1u);
-}
+{% include "parts/element.wgsl" %}
 fn q_element(at: u32, d: u32) -> f16 { return f16(element(q[at + (d >> 3u)], d)); }
 
 var<workgroup> tile_k: array<f16, {{ Bc * k_stride }}>;

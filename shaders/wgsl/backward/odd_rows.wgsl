@@ -9,7 +9,7 @@
     for (var r = 0u; r < 8u; r++) { odds += fixed0[r * 8u + tc].x; }
     if (odds > 0.0f) {
         let nan = vec4<f32>(bitcast<f32>(params.rows | 0x7fc00000u));
-{{ every_run() }}
+{% include "backward/every_run.wgsl" %}
         if ({{ "false" if bias else "run < tested_runs" }}) { continue; }
         for (var col = first; col < end; col++) {
 {% if by_rows %}

@@ -81,34 +81,6 @@ params.sum_offset + batch * params.sum_batch + ({{ safe(i) }}) * params.sum_row 
 select(vec4<f32>(), {{load}}, saw_keys(stats[stats_base + {{ moving_row(j) }} * params.stats_row].x))
 {%- endif %}
 {%- endmacro %}
-{# Where tensors of query head `head` begin, and a run of it. #}
-{% macro begin() %}
-{% if by_rows %}
-        let k_base = params.k_offset + batch * params.k_batch + kv_head * params.k_head;
-        let v_base = params.v_offset + batch * params.v_batch + kv_head * params.v_head;
-{% else %}
-        let q_base = params.q_offset + batch * params.q_batch + head * params.q_head;
-        let d_o_base = params.d_o_offset + batch * params.d_o_batch + head * params.d_o_head;
-        let stats_base = params.stats_offset + batch * params.stats_batch + head * params.stats_head;
-{% endif %}
-        let first = max(lists[params.runs_at + 2u * run], params.moving_begin);
-        let end = min(lists[params.runs_at + 2u * run + 1u], params.moving_end);
-{% endmacro %}
-{# All runs, of all query heads that the workgroup has: one loop, because sums in registers are copied at each loop around
-   them. #}
-{% macro every_run() %}
-{% if of_one_query_head %}
-    for (var run = full_runs; run < runs_end; run++) {
-{% else %}
-    let runs = runs_end - full_runs;
-    let first_head = lists[params.heads_at + own_head];
-    let steps = (lists[params.heads_at + own_head + 1u] - first_head) * runs;
-    for (var step = 0u; step < steps; step++) {
-        let head = first_head + step / runs;
-        let run = full_runs + step % runs;
-{% endif %}
-{{ begin() }}
-{% endmacro %}
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
 {% include "backward/item.wgsl" %}
@@ -139,7 +111,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
     var odd = false;
     // The moving row of slot 8 j + tr is this one and 2 j.
     let load = (tr & 3u) * 8u + (tr >> 2u);
-{{ every_run() }}
+{% include "backward/every_run.wgsl" %}
         let tested = {{ "true" if bias else "run >= tested_runs" }};
         for (var col = first; col < end; col += 32u) {
             // 1, which only col < end says: no compiler unrolls a loop with such a bound.

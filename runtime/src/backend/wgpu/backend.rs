@@ -1,6 +1,6 @@
 //! An open device, and which attention kernel a call on it gets.
 
-use kyklos_shaders::{AttendKernel, AttendVariant, BiasInput, Storage};
+use kyklos_shaders::{AttendKernel, AttendVariant, BackwardVariant, BiasInput, Storage};
 
 use super::device::Gpu;
 use super::numbers::{checked_dim, storage};
@@ -192,6 +192,21 @@ impl WgpuBackend {
             variant => variant,
         };
         AttendKernel { variant, storage: storage(dtype), head_dim, softcap, bias }
+    }
+
+    /// The kernels for gradients of rows of this shape.
+    pub(super) fn backward_variant(
+        &self,
+        dtype: Dtype,
+        head_dim: u32,
+        _shape: StateShape,
+        bias: BiasInput,
+    ) -> BackwardVariant {
+        if bias.any() {
+            // The matrix variant reads no mask or bias tensor.
+            return self.variants.backward_without_matrices(head_dim);
+        }
+        self.variants.backward(storage(dtype), head_dim)
     }
 }
 

@@ -1,6 +1,8 @@
 //! Matrix units of a device, as the kernel for them uses them.
 
-use kyklos_shaders::{AttendKernel, AttendVariant, BiasInput, Kernel, Matrices, Storage};
+use kyklos_shaders::{
+    AttendKernel, AttendVariant, BackwardKernel, BackwardVariant, BiasInput, Kernel, Matrices, Storage, Sums,
+};
 
 use crate::backend::DeviceClass;
 use crate::backend::wgpu::adapters::class::class;
@@ -78,6 +80,26 @@ impl MatrixUnits {
             bias: BiasInput::None,
         });
         (kernel.workgroup_bytes() <= self.workgroup_bytes).then_some(variant)
+    }
+
+    /// The variant for gradients, where there is one for these tensors that fits workgroup memory.
+    /// Where the caller has chosen `matrices` for the forward pass, with these, but at least two
+    /// subgroups.
+    pub(super) fn backward(
+        self,
+        matrices: Option<Matrices>,
+        storage: Storage,
+        head_dim: u32,
+    ) -> Option<BackwardVariant> {
+        let matrices = matrices.unwrap_or(self.built_in);
+        let matrices = Matrices { subgroups: matrices.subgroups.max(2), ..matrices };
+        let variant = BackwardVariant::cooperative(matrices, storage, head_dim)?;
+        let fits = [Sums::Queries, Sums::KeysValues].into_iter().all(|sums| {
+            let (softcap, bias) = (false, BiasInput::None);
+            let kernel = BackwardKernel { variant, sums, storage, head_dim, softcap, bias };
+            Kernel::AttendBackward(kernel).workgroup_bytes() <= self.workgroup_bytes
+        });
+        (fits && matrices.subgroups * matrices.subgroup_size <= self.most_threads).then_some(variant)
     }
 
     pub(super) fn choices(self, storage: Storage, head_dim: u32) -> Vec<AttendVariant> {

@@ -212,8 +212,10 @@ impl Backend for WgpuBackend {
         Ok(())
     }
 
-    fn backward_tile_shape(&self, problem: &AttentionProblem, _: StateShape) -> TileShape {
-        backward::tile_shape(self, problem.head_dim)
+    fn backward_tile_shape(&self, problem: &AttentionProblem, shape: StateShape) -> TileShape {
+        let bias = attention::operands::bias_of(problem.bias.map(|bias| bias.kind));
+        let variant = self.backward_variant(problem.dtype, problem.head_dim, shape, bias);
+        backward::tile_shape(variant, problem.head_dim)
     }
 
     fn row_stats(&self, args: RowStats<'_, WgpuBuffer>) -> Result<()> {

@@ -80,6 +80,11 @@ impl Variants {
         matches!(self.family, Family::Faster(_)).then(|| self.matrices(storage, head_dim))?
     }
 
+    /// The kernels for gradients on matrix units, if a comparison decides whether they are used.
+    pub(super) fn backward_compared(self, storage: Storage, head_dim: u32) -> Option<BackwardVariant> {
+        matches!(self.family, Family::Faster(_)).then(|| self.backward_matrices(storage, head_dim))?
+    }
+
     /// The variants that the backend chooses for a device that a caller has opened with its own
     /// features.
     pub(super) fn of_opened(device: &wgpu::Device) -> Self {
@@ -219,8 +224,30 @@ impl Variants {
         }
     }
 
-    /// The variant for gradients of heads of `head_dim` elements.
-    pub(super) fn backward(self, head_dim: u32) -> BackwardVariant {
+    /// The variant for gradients of these tensors without a bias. Where a comparison decides it is
+    /// the portable one.
+    pub(super) fn backward(self, storage: Storage, head_dim: u32) -> BackwardVariant {
+        let matrices = match self.family {
+            Family::Cooperative(_) => self.backward_matrices(storage, head_dim),
+            Family::Portable | Family::Broadcast(_) | Family::Faster(_) => None,
+        };
+        matrices.unwrap_or_else(|| self.backward_without_matrices(head_dim))
+    }
+
+    /// The kernels for gradients on matrix units, if the device has them and they fit these tensors.
+    pub(super) fn backward_matrices(self, storage: Storage, head_dim: u32) -> Option<BackwardVariant> {
+        let chosen = match self.choice {
+            KernelChoice::Exactly(AttendVariant::Cooperative(matrices)) => Some(matrices),
+            _ => None,
+        };
+        match self.family {
+            Family::Faster(units) | Family::Cooperative(units) => units.backward(chosen, storage, head_dim),
+            Family::Portable | Family::Broadcast(_) => None,
+        }
+    }
+
+    /// The variant for gradients that needs no matrix units, and takes a bias.
+    pub(super) fn backward_without_matrices(self, head_dim: u32) -> BackwardVariant {
         match self.family {
             Family::Portable | Family::Cooperative(_) | Family::Faster(_) => {
                 BackwardVariant::Portable(match self.choice {
@@ -253,11 +280,14 @@ impl Variants {
                 Kernel::Decode(DecodeKernel { variant, storage, head_dim, slots, softcap, bias })
             }),
         );
-        let variant = self.backward(head_dim);
-        kernels.extend([Sums::Queries].iter().chain(variant.of_keys(head_dim, bias)).map(|sums| {
-            let sums = *sums;
-            Kernel::AttendBackward(BackwardKernel { variant, sums, storage, head_dim, softcap, bias })
-        }));
+        let mut backward = vec![self.backward(storage, head_dim)];
+        backward.extend(self.backward_compared(storage, head_dim));
+        for variant in backward {
+            kernels.extend([Sums::Queries].iter().chain(variant.of_keys(head_dim, bias)).map(|sums| {
+                let sums = *sums;
+                Kernel::AttendBackward(BackwardKernel { variant, sums, storage, head_dim, softcap, bias })
+            }));
+        }
         kernels
     }
 

@@ -33,8 +33,8 @@ use crate::error::{Error, Result};
 use kyklos_plan::TileShape;
 
 /// The tiles of work lists for heads of `head_dim` elements.
-pub(super) fn tile_shape(backend: &WgpuBackend, head_dim: u32) -> TileShape {
-    let tile = backend.variants.backward(head_dim).list_tile(head_dim);
+pub(super) fn tile_shape(variant: BackwardVariant, head_dim: u32) -> TileShape {
+    let tile = variant.list_tile(head_dim);
     TileShape { q_rows: tile.q_rows, kv_cols: tile.kv_cols }
 }
 
@@ -58,14 +58,14 @@ async fn backward_in_pieces(
     if shape.batch == 0 || shape.rows == 0 || shape.heads == 0 || args.work.is_empty() {
         return control.piece_done();
     }
-    let tile = tile_shape(backend, checked_dim(shape.dim)?);
+    let call = Call::new(backend, &args)?;
+    let tile = tile_shape(call.variant, call.head_dim);
     if args.work.tile != tile {
         return Err(Error::request(
             format!("the work list is in tiles of {:?}, the backward kernels' are {tile:?}", args.work.tile),
             "lower the mask with this backend's backward_tile_shape",
         ));
     }
-    let call = Call::new(backend, &args)?;
     let of_keys = call.variant.of_keys(call.head_dim, call.bias).iter().copied();
     let all = [Sums::Queries].into_iter().chain(of_keys).chain(call.of_bias()?);
     let passes: Vec<_> = all.map(|sums| Pass::new(&call, sums)).collect();
@@ -105,10 +105,11 @@ impl<'a> Call<'a> {
     fn new(backend: &'a WgpuBackend, args: &'a AttendBackward<'a, WgpuBuffer>) -> Result<Self> {
         let lists = Lists::new(args.work, args.kv_head_of)?;
         let head_dim = checked_dim(args.shape.dim)?;
+        let bias = bias_of(args.bias.as_ref().map(|bias| bias.kind));
         Ok(Self {
-            variant: backend.variants.backward(head_dim),
+            variant: backend.backward_variant(args.dtype, head_dim, args.shape, bias),
             head_dim,
-            bias: bias_of(args.bias.as_ref().map(|bias| bias.kind)),
+            bias,
             tensors: Tensors::new(args, lists.readers.len()),
             uploaded: backend.gpu.buffer_with("backward lists", bytemuck::cast_slice(&lists.words))?,
             lists,
