@@ -257,7 +257,7 @@ pub(crate) fn gradients_of_any_size_equal_f64(backend: &WgpuBackend, dim: u32) {
             for (at, x) in d_o.iter_mut().enumerate() {
                 *x *= size(at / (2 * dim as usize));
             }
-            *d_o = loaded(Dtype::F16, &stored(Dtype::F16, d_o));
+            d_o.copy_from_slice(&loaded(Dtype::F16, &stored(Dtype::F16, d_o)));
         });
         // So that small gradients are not lost in what is there before.
         for sum in [&mut backward.dq, &mut backward.dk, &mut backward.dv] {

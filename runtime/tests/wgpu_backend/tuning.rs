@@ -132,11 +132,15 @@ fn the_devices_clock_runs_where_it_has_one() -> Result<(), Failed> {
 
 /// On a device with matrix units. The smallest head dim for which every such device has a kernel.
 pub(crate) fn a_probe_finds_agreement_and_times(matrices: &WgpuBackend, portable: &WgpuBackend) {
-    let probe = matrices.probe(16).unwrap().expect("a kernel for matrix units");
-    assert!(probe.agrees(), "{probe:?}");
-    assert!(probe.difference > 0.0, "weights in f16 round: {probe:?}");
-    assert!(probe.portable_s > 0.0 && probe.matrices_s > 0.0, "{probe:?}");
+    for probe in [matrices.probe(16), matrices.probe_backward(16)] {
+        let probe = probe.unwrap().expect("a kernel for matrix units");
+        assert!(probe.agrees(), "{probe:?}");
+        assert!(probe.difference > 0.0, "weights in f16 round: {probe:?}");
+        assert!(probe.portable_s > 0.0 && probe.matrices_s > 0.0, "{probe:?}");
+    }
     assert_eq!(matrices.probe(24 + 256).unwrap(), None, "no such kernel");
-    assert!(matrices.probe(7).is_err());
+    assert_eq!(matrices.probe_backward(256).unwrap(), None, "no such kernel");
+    assert!(matrices.probe(7).is_err() && matrices.probe_backward(7).is_err());
     assert_eq!(portable.probe(16).unwrap(), None, "opened without matrix units");
+    assert_eq!(portable.probe_backward(16).unwrap(), None, "opened without matrix units");
 }

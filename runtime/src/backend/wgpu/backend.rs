@@ -5,7 +5,7 @@ use kyklos_shaders::{AttendKernel, AttendVariant, BackwardVariant, BiasInput, St
 use super::device::Gpu;
 use super::numbers::{checked_dim, storage};
 #[cfg(not(target_arch = "wasm32"))]
-use super::probe::{Candidates, Probe, Prober};
+use super::probe::{Candidates, Pass, Probe, Prober};
 use super::tuning::{self, AdapterKey, ShapeBucket, Tuned, TuningKey};
 use super::variant::{MOST_SLOTS, Variants};
 use crate::backend::wgpu::running::pieces::Pace;
@@ -127,7 +127,8 @@ impl WgpuBackend {
         let built_in = self.variants.built_in(storage, head_dim);
         match (&self.prober, self.variants.compared(storage, head_dim)) {
             (Some(prober), Some(matrices)) if ShapeBucket::of(shape) >= Some(LEAST_COMPARED) => {
-                prober.faster(&self.key, Candidates { portable: built_in, matrices, head_dim })
+                let candidates = Candidates { pass: Pass::Forward([built_in, matrices]), head_dim };
+                if prober.takes_matrices(&self.key, candidates) { matrices } else { built_in }
             }
             _ => built_in,
         }
@@ -161,13 +162,25 @@ impl WgpuBackend {
     #[cfg(not(target_arch = "wasm32"))]
     pub fn probe(&self, head_dim: usize) -> Result<Option<Probe>> {
         let head_dim = checked_dim(head_dim)?;
-        match (&self.prober, self.variants.matrices(Storage::F16, head_dim)) {
-            (Some(prober), Some(matrices)) => {
-                let portable = self.variants.portable(head_dim);
-                prober.measure(Candidates { portable, matrices, head_dim }).map(Some)
-            }
-            _ => Ok(None),
-        }
+        let Some(matrices) = self.variants.matrices(Storage::F16, head_dim) else { return Ok(None) };
+        self.measured(Pass::Forward([self.variants.portable(head_dim), matrices]), head_dim)
+    }
+
+    /// The same with the kernels for gradients.
+    ///
+    /// # Errors
+    /// As [`Self::probe`].
+    #[cfg(not(target_arch = "wasm32"))]
+    pub fn probe_backward(&self, head_dim: usize) -> Result<Option<Probe>> {
+        let head_dim = checked_dim(head_dim)?;
+        let Some(matrices) = self.variants.backward_matrices(Storage::F16, head_dim) else { return Ok(None) };
+        let portable = self.variants.backward_without_matrices(head_dim);
+        self.measured(Pass::Gradients([portable, matrices]), head_dim)
+    }
+
+    #[cfg(not(target_arch = "wasm32"))]
+    fn measured(&self, pass: Pass, head_dim: u32) -> Result<Option<Probe>> {
+        self.prober.as_ref().map(|prober| prober.measure(Candidates { pass, head_dim })).transpose()
     }
 
     /// The kernel for a state of this shape; without a shape, one whose choice does not depend on
@@ -199,14 +212,32 @@ impl WgpuBackend {
         &self,
         dtype: Dtype,
         head_dim: u32,
-        _shape: StateShape,
+        shape: StateShape,
         bias: BiasInput,
     ) -> BackwardVariant {
         if bias.any() {
             // The matrix variant reads no mask or bias tensor.
             return self.variants.backward_without_matrices(head_dim);
         }
-        self.variants.backward(storage(dtype), head_dim)
+        self.faster_backward(storage(dtype), head_dim, shape)
+    }
+
+    /// As [`Self::faster`].
+    #[cfg(not(target_arch = "wasm32"))]
+    fn faster_backward(&self, storage: Storage, head_dim: u32, shape: StateShape) -> BackwardVariant {
+        let built_in = self.variants.backward(storage, head_dim);
+        match (&self.prober, self.variants.backward_compared(storage, head_dim)) {
+            (Some(prober), Some(matrices)) if ShapeBucket::of(shape) >= Some(LEAST_COMPARED) => {
+                let candidates = Candidates { pass: Pass::Gradients([built_in, matrices]), head_dim };
+                if prober.takes_matrices(&self.key, candidates) { matrices } else { built_in }
+            }
+            _ => built_in,
+        }
+    }
+
+    #[cfg(target_arch = "wasm32")]
+    fn faster_backward(&self, storage: Storage, head_dim: u32, _: StateShape) -> BackwardVariant {
+        self.variants.backward(storage, head_dim)
     }
 }
 

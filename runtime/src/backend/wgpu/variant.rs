@@ -21,9 +21,10 @@ pub enum KernelChoice {
     /// The kernel for software drivers with subgroups; refused on other devices.
     SubgroupBroadcast,
     /// The kernel for matrix units, where the tensors allow it (f16, a head dim that is a multiple
-    /// of the matrices' size, at most 256), and the portable one for others; refused on devices
-    /// without f16 matrices that sum in f32. On a GPU that has them [`Self::Auto`] compares the two
-    /// when f16 heads are first used, and takes the faster.
+    /// of the matrices' size, at most 256; gradients at most 128 and without a bias), and the
+    /// portable one for others; refused on devices without f16 matrices that sum in f32. On a GPU
+    /// that has them [`Self::Auto`] compares the two when f16 heads are first used, and takes the
+    /// faster.
     Cooperative,
     /// Exactly this variant, for comparisons by a tuner. Refused where the device does not have it;
     /// where the tensors do not allow a cooperative variant, the portable kernel is used as in

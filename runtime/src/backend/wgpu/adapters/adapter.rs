@@ -315,8 +315,7 @@ impl WgpuBackend {
 /// Compares two kernels, each on a device of its own.
 #[cfg(not(target_arch = "wasm32"))]
 fn compare(adapter: &wgpu::Adapter, candidates: Candidates) -> Result<Probe> {
-    measure(candidates, |variant| {
-        let kernel = KernelChoice::Exactly(variant);
+    measure(candidates, |kernel| {
         let options = WgpuOptions { kernel, cache: None, ..WgpuOptions::default() };
         pollster::block_on(WgpuBackend::open(adapter, &options))
     })

@@ -1,7 +1,8 @@
 //! One call of `attend_backward`: a kernel whose workgroups own the gradients of query rows, then
 //! one or two whose workgroups own those of keys, and on request one for the gradient of a bias. As
 //! in `attend` each is cut into regions that fit the device's bindings, and each region into pieces
-//! of bounded time. No cut depends on measured speed, so neither does a byte of the sums.
+//! of bounded time. No cut depends on measured speed. So on a device whose kernels are not compared
+//! with each other, neither does a byte of the sums.
 //!
 //! Where query heads or batch entries share elements of the gradient of a bias, the heads of a
 //! region, and the batch entries, have submissions of their own. The device runs them one after the

@@ -6,7 +6,6 @@ use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use kyklos_shaders::{AttendKernel, AttendVariant, BiasInput, Kernel, Storage};
 use serde::{Deserialize, Serialize};
 
 use super::comparison::{Candidates, Probe};
@@ -38,18 +37,13 @@ impl From<&Probe> for Outcome {
 }
 
 impl Outcome {
-    const fn choice(self, candidates: Candidates) -> AttendVariant {
-        if self.agrees && self.matrices_ms < (1.0 - MARGIN) * self.portable_ms {
-            candidates.matrices
-        } else {
-            candidates.portable
-        }
+    fn takes_matrices(self) -> bool {
+        self.agrees && self.matrices_ms < (1.0 - MARGIN) * self.portable_ms
     }
 }
 
 /// Name of the file: the device with its driver, the kernels' names and texts.
 pub(super) fn name(key: &AdapterKey, candidates: Candidates) -> String {
-    let Candidates { portable, matrices, head_dim } = candidates;
     let mut hasher = blake3::Hasher::new();
     let mut add = |text: &str| {
         hasher.update(&(text.len() as u64).to_le_bytes());
@@ -59,20 +53,18 @@ pub(super) fn name(key: &AdapterKey, candidates: Candidates) -> String {
     for text in [name, &format!("{vendor} {device}"), backend, driver, driver_info] {
         add(text);
     }
-    for variant in [portable, matrices] {
-        let (storage, softcap, bias) = (Storage::F16, false, BiasInput::None);
-        let kernel = Kernel::Attend(AttendKernel { variant, storage, head_dim, softcap, bias });
+    for kernel in candidates.kernels() {
         add(&kernel.source(DIALECT));
     }
     format!("{}.json", hasher.finalize().to_hex())
 }
 
 impl Kept {
-    /// What it says; `None` if the two are to be compared.
-    pub(super) fn choice(self, candidates: Candidates) -> Option<AttendVariant> {
+    /// Whether it says that matrix units are used; `None` if the two are to be compared.
+    pub(super) fn takes_matrices(self) -> Option<bool> {
         match self.result {
-            Some(outcome) => Some(outcome.choice(candidates)),
-            None => (self.begun >= MOST_BEGUN).then_some(candidates.portable),
+            Some(outcome) => Some(outcome.takes_matrices()),
+            None => (self.begun >= MOST_BEGUN).then_some(false),
         }
     }
 }
@@ -134,7 +126,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{candidates, key};
+    use super::super::tests::{candidates, gradients, key};
     use super::*;
 
     fn probe(portable_s: f64, matrices_s: f64, difference: f64) -> Kept {
@@ -143,18 +135,21 @@ mod tests {
 
     #[test]
     fn matrices_are_chosen_only_if_they_agree_and_are_faster() {
-        let (portable, matrices) = (Some(candidates().portable), Some(candidates().matrices));
-        assert_eq!(probe(2e-3, 1e-3, 1e-4).choice(candidates()), matrices);
-        assert_eq!(probe(1e-3, 2e-3, 1e-4).choice(candidates()), portable);
-        assert_eq!(probe(1e-3, 0.99e-3, 1e-4).choice(candidates()), portable, "no gain");
-        assert_eq!(probe(2e-3, 1e-3, 0.1).choice(candidates()), portable);
-        assert_eq!(probe(2e-3, 1e-3, f64::NAN).choice(candidates()), portable);
+        for (probe, takes, what) in [
+            (probe(2e-3, 1e-3, 1e-4), true, "faster"),
+            (probe(1e-3, 2e-3, 1e-4), false, "slower"),
+            (probe(1e-3, 0.99e-3, 1e-4), false, "no gain"),
+            (probe(2e-3, 1e-3, 0.1), false, "another result"),
+            (probe(2e-3, 1e-3, f64::NAN), false, "not finite"),
+        ] {
+            assert_eq!(probe.takes_matrices(), Some(takes), "{what}");
+        }
     }
 
     #[test]
     fn a_comparison_that_ended_the_process_is_repeated_twice_and_then_never() {
-        for (begun, choice) in [(0, None), (2, None), (3, Some(candidates().portable))] {
-            assert_eq!(Kept { begun, result: None }.choice(candidates()), choice, "{begun}");
+        for (begun, takes) in [(0, None), (2, None), (3, Some(false))] {
+            assert_eq!(Kept { begun, result: None }.takes_matrices(), takes, "{begun}");
         }
     }
 
@@ -176,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn another_driver_device_or_head_dim_has_another_file() {
+    fn another_driver_device_head_dim_or_pass_has_another_file() {
         let key = key();
         let one = name(&key, candidates());
         assert_eq!(one, name(&key.clone(), candidates()));
@@ -184,5 +179,6 @@ mod tests {
         // The same digits.
         assert_ne!(one, name(&AdapterKey { vendor: 12, device: 3, ..key.clone() }, candidates()));
         assert_ne!(one, name(&key, Candidates { head_dim: 128, ..candidates() }));
+        assert_ne!(one, name(&key, gradients()));
     }
 }

@@ -1,4 +1,4 @@
-//! Runs the two kernels in turns.
+//! Runs the kernels of both sides in turns.
 
 use std::panic::resume_unwind;
 use std::thread;
@@ -6,12 +6,13 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use kyklos_plan::{AttentionProblem, BlockWork, Dtype, TokenRuns};
-use kyklos_shaders::AttendVariant;
 use pollster::block_on;
 
-use super::comparison::{Candidates, Probe};
+use super::comparison::{Candidates, Pass, Probe};
+use super::gradients::Gradients;
 use crate::backend::wgpu::backend::WgpuBackend;
 use crate::backend::wgpu::storage::buffer::WgpuBuffer;
+use crate::backend::wgpu::variant::KernelChoice;
 use crate::backend::{Attend, Backend, Control, Layout, Operand, StateMut, StateShape};
 use crate::error::Result;
 
@@ -21,10 +22,33 @@ use crate::error::Result;
 /// Those of `open`, and all that a run can fail with.
 pub(in crate::backend::wgpu) fn measure(
     candidates: Candidates,
-    open: impl Fn(AttendVariant) -> Result<WgpuBackend>,
+    open: impl Fn(KernelChoice) -> Result<WgpuBackend>,
 ) -> Result<Probe> {
-    let Candidates { portable, matrices, head_dim } = candidates;
-    let mut runs = [Run::new(open(portable)?, head_dim)?, Run::new(open(matrices)?, head_dim)?];
+    let [portable, matrices] = candidates.choices();
+    let head_dim = candidates.head_dim;
+    match candidates.pass {
+        Pass::Forward(_) => {
+            in_turns([Forward::new(open(portable)?, head_dim)?, Forward::new(open(matrices)?, head_dim)?])
+        }
+        Pass::Gradients(_) => {
+            in_turns([Gradients::new(open(portable)?, head_dim)?, Gradients::new(open(matrices)?, head_dim)?])
+        }
+    }
+}
+
+/// A side of a comparison, with its device and tensors.
+pub(super) trait Run: Send {
+    /// Whether a difference is relative to the largest element of its tensor.
+    const RELATIVE: bool;
+
+    /// Seconds of each of some calls, all into the same results, which are empty at first.
+    fn time(&mut self, calls: u32) -> Result<f64>;
+
+    /// The results of the calls of the last [`Self::time`], tensor by tensor.
+    fn results(&mut self) -> Result<Vec<Vec<f32>>>;
+}
+
+fn in_turns<R: Run>(mut runs: [R; 2]) -> Result<Probe> {
     // The first runs compile, both at the same time.
     let compiled = thread::scope(|scope| {
         let threads = runs.each_mut().map(|run| scope.spawn(|| run.time(1)));
@@ -34,7 +58,7 @@ pub(in crate::backend::wgpu) fn measure(
         time?;
     }
     let [portable, matrices] = &mut runs;
-    let difference = difference(&portable.rows()?, &matrices.rows()?);
+    let difference = difference(&portable.results()?, &matrices.results()?, R::RELATIVE);
     let mut shortest_s = [f64::INFINITY; 2];
     let mut repeats = [1; 2];
     for round in 0..=ROUNDS {
@@ -51,8 +75,8 @@ pub(in crate::backend::wgpu) fn measure(
     Ok(Probe { portable_s: shortest_s[0], matrices_s: shortest_s[1], difference })
 }
 
-/// One kernel with its device and tensors.
-struct Run {
+/// The forward pass.
+struct Forward {
     backend: WgpuBackend,
     problem: AttentionProblem,
     work: BlockWork,
@@ -61,11 +85,25 @@ struct Run {
     ml: WgpuBuffer,
 }
 
-impl Run {
+/// Causal: tiles with and without tests.
+pub(super) fn problem(head_dim: u32) -> Result<AttentionProblem> {
+    Ok(AttentionProblem::new([1, TOKENS, HEADS, HEADS, head_dim], Dtype::F16, "causal".parse()?)?)
+}
+
+/// Of q and all tensors like it.
+pub(super) fn layout(problem: &AttentionProblem) -> Layout {
+    let (dim, heads) = (problem.head_dim as usize, HEADS as usize);
+    let row_stride = heads * dim;
+    Layout { offset: 0, batch_stride: TOKENS as usize * row_stride, row_stride, head_stride: dim }
+}
+
+pub(super) fn floats(backend: &WgpuBackend, buffer: &mut WgpuBuffer, bytes: usize) -> Result<Vec<f32>> {
+    Ok(bytemuck::pod_collect_to_vec(&block_on(backend.download(buffer, 0..bytes))?))
+}
+
+impl Forward {
     fn new(backend: WgpuBackend, head_dim: u32) -> Result<Self> {
-        // Causal: tiles with and without tests.
-        let problem =
-            AttentionProblem::new([1, TOKENS, HEADS, HEADS, head_dim], Dtype::F16, "causal".parse()?)?;
+        let problem = problem(head_dim)?;
         let tokens = TokenRuns::contiguous(0..TOKENS);
         let tile = backend.tile_shape(&problem, shape(&problem));
         let work = BlockWork::layers(&problem, &tokens, &tokens, tile).swap_remove(0);
@@ -79,17 +117,13 @@ impl Run {
             work,
         })
     }
+}
 
-    /// Seconds of each of some calls, all into one state, which is empty at first.
+impl Run for Forward {
+    const RELATIVE: bool = false;
+
     fn time(&mut self, calls: u32) -> Result<f64> {
-        let dim = self.problem.head_dim as usize;
-        let heads = HEADS as usize;
-        let layout = Layout {
-            offset: 0,
-            batch_stride: TOKENS as usize * heads * dim,
-            row_stride: heads * dim,
-            head_stride: dim,
-        };
+        let layout = layout(&self.problem);
         let shape = shape(&self.problem);
         self.backend.reset_state(&mut StateMut { a: &mut self.a, ml: &mut self.ml, shape })?;
         block_on(self.backend.wait())?;
@@ -118,12 +152,10 @@ impl Run {
     }
 
     /// For each row and head, o and the log-sum-exp.
-    fn rows(&mut self) -> Result<Vec<f32>> {
+    fn results(&mut self) -> Result<Vec<Vec<f32>>> {
         let shape = shape(&self.problem);
-        let read = |buffer: &mut WgpuBuffer, bytes: usize| -> Result<Vec<f32>> {
-            Ok(bytemuck::pod_collect_to_vec(&block_on(self.backend.download(buffer, 0..bytes))?))
-        };
-        let (a, ml) = (read(&mut self.a, shape.a_bytes())?, read(&mut self.ml, shape.ml_bytes())?);
+        let a = floats(&self.backend, &mut self.a, shape.a_bytes())?;
+        let ml = floats(&self.backend, &mut self.ml, shape.ml_bytes())?;
         let mut rows = Vec::with_capacity(a.len() + ml.len() / 2);
         for (at, a) in a.chunks_exact(shape.dim).enumerate() {
             let (row, head) = (at / shape.heads, at % shape.heads);
@@ -131,17 +163,17 @@ impl Run {
             rows.extend(a.iter().map(|sum| sum / l));
             rows.push(m + l.ln());
         }
-        Ok(rows)
+        Ok(vec![rows])
     }
 }
 
-fn shape(problem: &AttentionProblem) -> StateShape {
+pub(super) fn shape(problem: &AttentionProblem) -> StateShape {
     StateShape { batch: 1, rows: TOKENS as usize, heads: HEADS as usize, dim: problem.head_dim as usize }
 }
 
 /// Values in -1..1 in f16. If they grow, later rows are longer by 2, 4 and 8, so that the maxima of
 /// logits move as they do in a model.
-fn values(problem: &AttentionProblem, grows: bool) -> Vec<u8> {
+pub(super) fn values(problem: &AttentionProblem, grows: bool) -> Vec<u8> {
     let row = (HEADS * problem.head_dim) as usize;
     let factor = |at: usize| if grows { f32::from(1u8 << (at / row * 4 / TOKENS as usize)) } else { 1.0 };
     (0..TOKENS as usize * row)
@@ -152,16 +184,20 @@ fn values(problem: &AttentionProblem, grows: bool) -> Vec<u8> {
         .collect()
 }
 
-/// The largest difference; NaN if there is one that is not finite.
-fn difference(one: &[f32], other: &[f32]) -> f64 {
-    let differences = one.iter().zip(other).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
+/// The largest difference of two results; NaN if there is one that is not finite.
+fn difference(one: &[Vec<f32>], other: &[Vec<f32>], relative: bool) -> f64 {
+    let differences = one.iter().zip(other).flat_map(|(one, other)| {
+        let largest = one.iter().fold(0.0f32, |most, now| most.max(now.abs()));
+        let unit = if relative { f64::from(largest) } else { 1.0 };
+        one.iter().zip(other).map(move |(a, b)| (f64::from(*a) - f64::from(*b)).abs() / unit)
+    });
     differences
         .fold(0.0, |most: f64, now| if most.is_nan() || !now.is_finite() { f64::NAN } else { most.max(now) })
 }
 
 /// Query rows and keys, and heads: enough for many GPUs to be busy, and milliseconds on most.
-const TOKENS: u32 = 2048;
-const HEADS: u32 = 4;
+pub(super) const TOKENS: u32 = 2048;
+pub(super) const HEADS: u32 = 4;
 /// Rounds in which each kernel is timed, seconds of a round, and calls in it.
 const ROUNDS: usize = 5;
 const ROUND_S: f64 = 0.01;
@@ -173,11 +209,18 @@ mod tests {
 
     #[test]
     fn a_difference_that_is_not_finite_is_never_lost() {
-        assert_eq!(difference(&[1.0, 2.0, -1.0], &[1.0, 2.5, -1.25]), 0.5);
+        let difference = |one: [f32; 3], other: [f32; 3], relative| {
+            difference(&[vec![0.5], one.to_vec()], &[vec![0.5], other.to_vec()], relative)
+        };
+        assert_eq!(difference([1.0, 2.0, -1.0], [1.0, 2.5, -1.25], false), 0.5);
+        assert_eq!(difference([1.0, 2.0, -1.0], [1.0, 2.5, -1.25], true), 0.25);
         for odd in [f32::NAN, f32::INFINITY] {
-            assert!(difference(&[odd, 1.0, 2.0], &[1.0, 1.0, 2.0]).is_nan());
-            assert!(difference(&[2.0, odd, 1.0], &[1.0, 1.0, 2.0]).is_nan());
-            assert!(difference(&[1.0, 2.0, odd], &[1.0, 1.0, odd]).is_nan());
+            for relative in [false, true] {
+                assert!(difference([odd, 1.0, 2.0], [1.0, 1.0, 2.0], relative).is_nan());
+                assert!(difference([2.0, odd, 1.0], [1.0, 1.0, 2.0], relative).is_nan());
+                assert!(difference([1.0, 2.0, odd], [1.0, 1.0, odd], relative).is_nan());
+            }
         }
+        assert!(difference([0.0; 3], [0.0; 3], true).is_nan(), "sums of nothing say nothing");
     }
 }

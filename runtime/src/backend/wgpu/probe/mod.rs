@@ -1,11 +1,12 @@
-//! Whether the kernel for matrix units is worth it on a device: measured when heads of f16 are
-//! first used, and kept in a file.
+//! Whether the kernels for matrix units are worth it on a device: measured when heads of f16 are
+//! first used, for the forward pass and for gradients each, and kept in a file.
 //!
 //! Both kernels run a small problem, each on a device of its own, so that a failure of the kernel
 //! for matrix units does not touch the caller's work. Matrix units are chosen if their result
 //! agrees and they are faster. All that goes wrong chooses the portable kernel.
 
 mod comparison;
+mod gradients;
 mod kept;
 pub(super) mod measure;
 
@@ -15,9 +16,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use kyklos_shaders::AttendVariant;
-
-pub(super) use self::comparison::Candidates;
+pub(super) use self::comparison::{Candidates, Pass};
 pub use self::comparison::Probe;
 use self::kept::{File, Kept};
 use crate::backend::wgpu::tuning::AdapterKey;
@@ -27,8 +26,9 @@ use crate::error::{Error, Result};
 pub(super) struct Prober {
     compare: Compare,
     cache: Option<PathBuf>,
-    /// By head dim. Locked while the device is measured: other calls with f16 heads wait.
-    choices: Mutex<HashMap<u32, AttendVariant>>,
+    /// Whether matrix units are used, by head dim, for the forward pass and for gradients. Locked
+    /// while the device is measured: other calls with f16 heads wait.
+    choices: Mutex<HashMap<(u32, bool), bool>>,
 }
 
 /// Opens the device anew and compares two kernels on it.
@@ -48,11 +48,13 @@ impl Prober {
         Self { compare: Box::new(compare), cache, choices: Mutex::default() }
     }
 
-    /// The faster of the two, if both agree. The first call for a head dim reads the file of an
-    /// earlier process, or takes milliseconds and the time that the driver takes to compile both.
-    pub(super) fn faster(&self, key: &AdapterKey, candidates: Candidates) -> AttendVariant {
+    /// Whether matrix units are faster, and agree. The first call for a head dim reads the file of
+    /// an earlier process, or takes milliseconds and the time that the driver takes to compile
+    /// both.
+    pub(super) fn takes_matrices(&self, key: &AdapterKey, candidates: Candidates) -> bool {
         let mut choices = self.choices.lock().unwrap_or_else(PoisonError::into_inner);
-        *choices.entry(candidates.head_dim).or_insert_with(|| self.kept_or_measured(key, candidates))
+        let which = (candidates.head_dim, candidates.of_gradients());
+        *choices.entry(which).or_insert_with(|| self.kept_or_measured(key, candidates))
     }
 
     /// Measures now, and keeps nothing.
@@ -69,7 +71,7 @@ impl Prober {
         })
     }
 
-    fn kept_or_measured(&self, key: &AdapterKey, candidates: Candidates) -> AttendVariant {
+    fn kept_or_measured(&self, key: &AdapterKey, candidates: Candidates) -> bool {
         let path = self.cache.as_ref().map(|folder| folder.join("probes").join(kept::name(key, candidates)));
         // Held until the end: processes on equal devices measure one after the other, or not at all.
         let mut file = path.as_deref().and_then(|path| {
@@ -78,7 +80,7 @@ impl Prober {
                 .ok()
         });
         let kept = file.as_mut().map_or_else(Kept::default, File::read);
-        if let Some(choice) = kept.choice(candidates) {
+        if let Some(choice) = kept.takes_matrices() {
             if kept.result.is_none() {
                 tracing::warn!(
                     begun = kept.begun,
@@ -100,7 +102,7 @@ impl Prober {
                 tracing::info!(?probe, "compared matrix units with the portable kernel");
                 let done = Kept { result: Some((&probe).into()), ..begun };
                 keep(done);
-                done.choice(candidates).unwrap_or(candidates.portable)
+                done.takes_matrices().unwrap_or(false)
             }
             Err(error) => {
                 tracing::warn!(%error, "matrix units are not used: the comparison with the portable kernel failed");
@@ -108,7 +110,7 @@ impl Prober {
                 if matches!(error, Error::OutOfMemory { .. }) {
                     keep(kept);
                 }
-                candidates.portable
+                false
             }
         }
     }
@@ -119,7 +121,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    use kyklos_shaders::{Matrices, Vendor};
+    use kyklos_shaders::{AttendVariant, BackwardVariant, Matrices, Vendor};
 
     use super::*;
 
@@ -134,13 +136,16 @@ mod tests {
         }
     }
 
+    const MATRICES: Matrices = Matrices { size: 16, subgroup_size: 64, halves: true, subgroups: 4 };
+
     pub(super) fn candidates() -> Candidates {
-        let matrices = Matrices { size: 16, subgroup_size: 64, halves: true, subgroups: 4 };
-        Candidates {
-            portable: AttendVariant::portable(Vendor::Amd, 64),
-            matrices: AttendVariant::Cooperative(matrices),
-            head_dim: 64,
-        }
+        let variants = [AttendVariant::portable(Vendor::Amd, 64), AttendVariant::Cooperative(MATRICES)];
+        Candidates { pass: Pass::Forward(variants), head_dim: 64 }
+    }
+
+    pub(super) fn gradients() -> Candidates {
+        let variants = [BackwardVariant::Portable(Vendor::Amd), BackwardVariant::Cooperative(MATRICES)];
+        Candidates { pass: Pass::Gradients(variants), head_dim: 64 }
     }
 
     /// What processes one after the other choose whose comparisons give `result`, and how many they
@@ -154,9 +159,9 @@ mod tests {
                 result()
             };
             let prober = Prober::new(compare, cache.clone());
-            let first = prober.faster(&key(), candidates());
-            assert_eq!(prober.faster(&key(), candidates()), first);
-            first == candidates().matrices
+            let first = prober.takes_matrices(&key(), candidates());
+            assert_eq!(prober.takes_matrices(&key(), candidates()), first);
+            first
         };
         let chosen = (0..processes).map(choose).collect();
         (chosen, made.load(Ordering::Relaxed))
@@ -181,6 +186,19 @@ mod tests {
     }
 
     #[test]
+    fn gradients_have_a_comparison_of_their_own() {
+        let compare = |candidates: Candidates| {
+            let matrices_s = if candidates.of_gradients() { 2e-3 } else { 1e-3 };
+            Ok(Probe { portable_s: 1.5e-3, matrices_s, difference: 1e-4 })
+        };
+        let prober = Prober::new(compare, None);
+        for _ in 0..2 {
+            assert!(prober.takes_matrices(&key(), candidates()));
+            assert!(!prober.takes_matrices(&key(), gradients()));
+        }
+    }
+
+    #[test]
     fn processes_at_the_same_time_all_get_the_result_of_one() {
         let cache = folder();
         let made = Arc::new(AtomicU32::new(0));
@@ -192,7 +210,7 @@ mod tests {
                     faster()
                 };
                 let prober = Prober::new(compare, Some(cache.clone()));
-                scope.spawn(move || assert_eq!(prober.faster(&key(), candidates()), candidates().matrices));
+                scope.spawn(move || assert!(prober.takes_matrices(&key(), candidates())));
             }
         });
         assert_eq!(made.load(Ordering::Relaxed), 1);
