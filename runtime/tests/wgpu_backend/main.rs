@@ -103,6 +103,19 @@ fn main() -> ExitCode {
             }));
         }
     }
+    // Gradients in tiles as GPUs have them: 64 fixed rows, and 16 moving rows at a time.
+    for (name, dim) in [("8x8-8x16", 16), ("8x8-8x8", 128)] {
+        let variant = format!("cooperative-{name}").parse().expect("the name of a variant");
+        if open(KernelChoice::Exactly(variant), None).is_ok() {
+            trials.push(Trial::test(format!("cooperative-{name}::gradients"), move || {
+                let backend = open(KernelChoice::Exactly(variant), None)?;
+                for dim in cases::head_dims(&[dim]) {
+                    backward::gradients_of_any_size_equal_f64(&backend, dim);
+                }
+                Ok(())
+            }));
+        }
+    }
     if open(KernelChoice::Cooperative, None).is_ok() {
         trials.push(Trial::test("cooperative::a_probe_finds_agreement_and_times", || {
             tuning::a_probe_finds_agreement_and_times(
