@@ -11,8 +11,8 @@
 # instead of 3. The selection leaves out:
 # - head dims above 64, and above 32 for the portable kernel: scripts/test.sh runs them on the installed driver, where they
 #   compile in seconds. The head dim changes only how often loops run;
-# - the matrix kernel except for the masks, rows and keys of one test in f16, head dims 16 and 32. The other tests take the
-#   portable kernel on such a device too, or use matrices at 64 and more.
+# - the matrix kernels except for the masks, rows and keys of one test in f16, head dims 16 and 32, and two tests of gradients.
+#   The other tests take the portable kernel on such a device too, or use matrices at 64 and more.
 #
 # Fails where a kernel is not offered (portable, subgroups of 4, 8 and 16, matrices) and where no test ran.
 set -euo pipefail
@@ -91,6 +91,9 @@ cooperative=$!
 failed=0
 KYKLOS_TEST_MOST_HEAD_DIM=64 run --skip portable:: --skip cooperative:: --skip large_heads || failed=1
 KYKLOS_TEST_MOST_HEAD_DIM=32 run portable:: --skip large_heads || failed=1
+for test in every_gradient_of_strided_tensors_equals_f64 nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it; do
+    run "cooperative::$test" --exact || failed=1
+done
 wait "$cooperative" || failed=1
 suite || failed=1
 cat "$log"
