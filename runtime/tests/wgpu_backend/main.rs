@@ -75,7 +75,7 @@ fn main() -> ExitCode {
             let small = open(choice, Some(65536))?;
             cases::tensors_beyond_one_binding_equal_f64(&small);
             decode::keys_beyond_one_binding_decode_as_f64_does(&small);
-            backward::row_statistics_beyond_one_binding_equal_f64(&small);
+            ops::row_statistics_beyond_one_binding_equal_f64(&small);
             Ok(())
         }));
     }

@@ -1,9 +1,10 @@
-//! Merge, finalize, repack and copies.
+//! Merge, finalize, repack, copies, and what gradients have beside their kernels: row statistics and
+//! additions.
 
 use bytes::Bytes;
 use kyklos::Dtype;
 use kyklos::backend::wgpu::{WgpuBackend, WgpuBuffer};
-use kyklos::backend::{Backend, EMPTY_M, Extent, Layout, State, StateMut, StateShape};
+use kyklos::backend::{Backend, EMPTY_M, Extent, Layout, RowStats, State, StateMut, StateShape};
 use pollster::block_on;
 
 use crate::Test;
@@ -14,6 +15,7 @@ pub(crate) const ALL: &[(&str, Test)] = &[
     ("finalize_divides_and_marks_empty_rows", finalize_divides_and_marks_empty_rows),
     ("repack_moves_every_byte_and_no_other", repack_moves_every_byte_and_no_other),
     ("a_download_holds_what_was_there_at_the_call", a_download_holds_what_was_there_at_the_call),
+    ("accumulate_adds_to_its_rows_and_to_no_others", accumulate_adds_to_its_rows_and_to_no_others),
 ];
 
 const SHAPE: StateShape = StateShape { batch: 2, rows: 5, heads: 3, dim: 24 };
@@ -179,4 +181,89 @@ fn a_download_holds_what_was_there_at_the_call(backend: &WgpuBackend) {
     assert_eq!(loaded(Dtype::F32, &block_on(before).unwrap()), [1.0, 2.0, 3.0]);
     assert_eq!(loaded(Dtype::F32, &block_on(after).unwrap()), [1.0, 5.0, 3.0]);
     assert_eq!(block_on(middle).unwrap()[..], [0xa0, 0x40, 0x00]);
+}
+
+fn accumulate_adds_to_its_rows_and_to_no_others(backend: &WgpuBackend) {
+    // The first has rows of whole 16-byte units, the second has not.
+    for (row, gap) in [(8, 4), (6, 1)] {
+        let extent = Extent { batch: 2, rows: 5, heads: 3, row_bytes: row * 4 };
+        let layout = |offset: usize, gap: usize| {
+            let head_stride = (row + gap) * 4;
+            let row_stride = 3 * head_stride + gap * 4;
+            Layout { offset: offset * 4, batch_stride: 6 * row_stride, row_stride, head_stride }
+        };
+        let (from, into) = (layout(gap, 0), layout(2 * gap, gap));
+        let mut random = Random(3);
+        let [source, before] = [(); 2].map(|()| random.tensor(Dtype::F32, 600));
+        let upload = |data: &[f32]| backend.upload("rows", Bytes::from(stored(Dtype::F32, data))).unwrap();
+        let mut target = upload(&before);
+        backend.accumulate((&upload(&source), from), (&mut target, into), extent).unwrap();
+        let mut right = before;
+        for b in 0..2 {
+            for r in 0..5 {
+                for h in 0..3 {
+                    let at = |l: &Layout| {
+                        (l.offset + b * l.batch_stride + r * l.row_stride + h * l.head_stride) / 4
+                    };
+                    for i in 0..row {
+                        right[at(&into) + i] += source[at(&from) + i];
+                    }
+                }
+            }
+        }
+        assert_eq!(read(backend, &mut target, 600), right);
+        backend.clear(&mut target).unwrap();
+        assert_eq!(read(backend, &mut target, 600), vec![0.0; 600]);
+    }
+}
+
+/// Row statistics of more rows than one binding holds: parts of every tensor are bound.
+pub(crate) fn row_statistics_beyond_one_binding_equal_f64(small: &WgpuBackend) {
+    let shape = StateShape { batch: 1, rows: 20_003, heads: 1, dim: 8 };
+    let mut random = Random(5);
+    let [o, d_o] = [(); 2].map(|()| random.tensor(Dtype::F32, shape.rows * shape.dim));
+    let [mut lse, d_lse] = [(); 2].map(|()| random.tensor(Dtype::F32, shape.rows));
+    lse[19_999] = f32::NEG_INFINITY;
+    let upload = |data: &[f32]| small.upload("rows", Bytes::from(stored(Dtype::F32, data))).unwrap();
+    for with_d_lse in [false, true] {
+        let mut stats = upload(&vec![f32::NAN; 4 * shape.rows]);
+        let of_lse = upload(&d_lse);
+        let args = RowStats {
+            dtype: Dtype::F32,
+            shape,
+            o: &upload(&o),
+            d_o: &upload(&d_o),
+            lse: &upload(&lse.iter().zip(&d_lse).flat_map(|(lse, rest)| [*lse, *rest]).collect::<Vec<_>>()),
+            d_lse: with_d_lse.then_some(&of_lse),
+            stats: &mut stats,
+        };
+        small.row_stats(args).unwrap();
+        let stats = read(small, &mut stats, 4 * shape.rows);
+        for (row, found) in stats.chunks(4).enumerate() {
+            let products = o[row * shape.dim..][..shape.dim].iter().zip(&d_o[row * shape.dim..]);
+            let of_d_lse = if with_d_lse { f64::from(d_lse[row]) } else { 0.0 };
+            let (mut delta, mut size) = (-of_d_lse, of_d_lse.abs());
+            for product in products.map(|(a, b)| f64::from(*a) * f64::from(*b)) {
+                delta += product;
+                size += product.abs();
+            }
+            if lse[row] == f32::NEG_INFINITY {
+                assert_eq!(found, [-EMPTY_M, 1.0, 0.0, 0.0], "row {row}");
+            } else {
+                assert_eq!((found[0], found[3]), (lse[row], d_lse[row]), "row {row}");
+                let factor = (-f64::from(d_lse[row])).exp();
+                assert!(
+                    (f64::from(found[1]) / factor - 1.0).abs() < 1e-6,
+                    "row {row}: {} and {factor}",
+                    found[1]
+                );
+                // Each product meets fewer than 16 roundings of 2^-24.
+                assert!(
+                    (f64::from(found[2]) - delta).abs() < 1e-6 * size,
+                    "row {row}: {} and {delta}",
+                    found[2]
+                );
+            }
+        }
+    }
 }

@@ -120,8 +120,7 @@ pub(crate) fn values(kernel: BackwardKernel, matrices: Matrices) -> Value {
         .collect();
     // Those of dQ are shared by all that have the same rows, those of dK and of dV by a role.
     let most_sharers = if halves { 2 * SHARERS } else { SHARERS };
-    let [sharers, most_of_sums] =
-        if by_rows { [SHARERS, most_sharers] } else { [1, most_sharers / SHARERS] };
+    let [sharers, most_of_sums] = if by_rows { [SHARERS, most_sharers] } else { [1, most_sharers / SHARERS] };
     let fragments = head_dim / size;
     let areas: Vec<Value> = products(kernel.sums)
         .into_iter()

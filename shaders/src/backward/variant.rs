@@ -141,8 +141,8 @@ pub struct BackwardKernel {
     pub head_dim: u32,
     /// Whether logits pass c · tanh(x / c).
     pub softcap: bool,
-    /// Which mask or bias tensor it reads. [`Sums::KeysValues`] of the portable variant and the matrix variant read none,
-    /// [`Sums::Bias`] and [`Sums::SharedBias`] read a bias.
+    /// Which mask or bias tensor it reads. [`Sums::KeysValues`] of the portable variant and the
+    /// matrix variant read none, [`Sums::Bias`] and [`Sums::SharedBias`] read a bias.
     pub bias: BiasInput,
 }
 

@@ -235,7 +235,8 @@ impl Variants {
         matrices.unwrap_or_else(|| self.backward_without_matrices(head_dim))
     }
 
-    /// The kernels for gradients on matrix units, if the device has them and they fit these tensors.
+    /// The kernels for gradients on matrix units, if the device has them and they fit these
+    /// tensors.
     pub(super) fn backward_matrices(self, storage: Storage, head_dim: u32) -> Option<BackwardVariant> {
         let chosen = match self.choice {
             KernelChoice::Exactly(AttendVariant::Cooperative(matrices)) => Some(matrices),

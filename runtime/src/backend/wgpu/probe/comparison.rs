@@ -69,8 +69,9 @@ pub struct Probe {
     pub portable_s: f64,
     /// Seconds of the kernel for matrix units.
     pub matrices_s: f64,
-    /// Largest difference of the two in `o`, of values up to 1, and in the log-sum-exp; of gradients
-    /// that of each, relative to its largest element. NaN where a result is not finite.
+    /// Largest difference of the two in `o`, of values up to 1, and in the log-sum-exp; of
+    /// gradients that of each, relative to its largest element. NaN where a result is not
+    /// finite.
     pub difference: f64,
 }
 

@@ -32,8 +32,8 @@ impl Gradients {
         let work = BlockWork::layers(&problem, &tokens, &tokens, tile).swap_remove(0);
         let upload = |label: &str, grows| backend.upload(label, Bytes::from(values(&problem, grows)));
         let sum = |label: &str| backend.alloc(label, shape.a_bytes());
-        // Not those of an output, which would take a forward pass: a row has about as many weights of about the same size as
-        // it sees keys.
+        // Not those of an output, which would take a forward pass: a row has about as many weights of about
+        // the same size as it sees keys.
         let stats: Vec<f32> = (0..TOKENS * HEADS)
             .flat_map(|row_head| [((row_head / HEADS + 1) as f32).ln(), 1.0, 0.25, 0.0])
             .collect();

@@ -16,8 +16,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-pub(super) use self::comparison::{Candidates, Pass};
 pub use self::comparison::Probe;
+pub(super) use self::comparison::{Candidates, Pass};
 use self::kept::{File, Kept};
 use crate::backend::wgpu::tuning::AdapterKey;
 use crate::error::{Error, Result};
