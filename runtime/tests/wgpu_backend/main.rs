@@ -26,7 +26,7 @@ mod tuning;
 use std::ffi::OsString;
 use std::process::{Command, ExitCode, Output};
 
-use kyklos::backend::wgpu::{AttendVariant, KernelChoice, WgpuBackend, WgpuOptions};
+use kyklos::backend::wgpu::{AttendVariant, KernelChoice, Probe, WgpuBackend, WgpuOptions};
 use kyklos::backend::{Backend, DeviceClass};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
@@ -117,12 +117,18 @@ fn main() -> ExitCode {
         }
     }
     if open(KernelChoice::Cooperative, None).is_ok() {
-        trials.push(Trial::test("cooperative::a_probe_finds_agreement_and_times", || {
-            tuning::a_probe_finds_agreement_and_times(
-                &open(KernelChoice::Cooperative, None)?,
-                &open(KernelChoice::Portable, None)?,
-            );
-            Ok(())
+        type Measure = fn(&WgpuBackend, usize) -> kyklos::Result<Option<Probe>>;
+        let probes: [(&str, Measure); 2] =
+            [("a_probe", WgpuBackend::probe), ("a_probe_of_gradients", WgpuBackend::probe_backward)];
+        trials.extend(probes.map(|(name, measure)| {
+            Trial::test(format!("cooperative::{name}_finds_agreement_and_times"), move || {
+                tuning::a_probe_finds_agreement_and_times(
+                    &open(KernelChoice::Cooperative, None)?,
+                    &open(KernelChoice::Portable, None)?,
+                    measure,
+                );
+                Ok(())
+            })
         }));
     }
     trials.extend(tuning::ALL.map(|(name, test)| Trial::test(format!("tuning::{name}"), test)));

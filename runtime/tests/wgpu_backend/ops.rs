@@ -1,5 +1,5 @@
-//! Merge, finalize, repack, copies, and what gradients have beside their kernels: row statistics and
-//! additions.
+//! Merge, finalize, repack, copies, and what gradients have beside their kernels: row statistics
+//! and additions.
 
 use bytes::Bytes;
 use kyklos::Dtype;

@@ -1,7 +1,7 @@
 //! Tuned choices: when they are used, and that results do not depend on them.
 
 use kyklos::backend::wgpu::{
-    AttendVariant, KernelChoice, TuningEntry, TuningKey, TuningTable, WgpuBackend, WgpuOptions,
+    AttendVariant, KernelChoice, Probe, TuningEntry, TuningKey, TuningTable, WgpuBackend, WgpuOptions,
 };
 use kyklos::backend::{Backend, StateShape};
 use kyklos::{AttentionProblem, Dtype, Mask};
@@ -131,16 +131,16 @@ fn the_devices_clock_runs_where_it_has_one() -> Result<(), Failed> {
 }
 
 /// On a device with matrix units. The smallest head dim for which every such device has a kernel.
-pub(crate) fn a_probe_finds_agreement_and_times(matrices: &WgpuBackend, portable: &WgpuBackend) {
-    for probe in [matrices.probe(16), matrices.probe_backward(16)] {
-        let probe = probe.unwrap().expect("a kernel for matrix units");
-        assert!(probe.agrees(), "{probe:?}");
-        assert!(probe.difference > 0.0, "weights in f16 round: {probe:?}");
-        assert!(probe.portable_s > 0.0 && probe.matrices_s > 0.0, "{probe:?}");
-    }
-    assert_eq!(matrices.probe(24 + 256).unwrap(), None, "no such kernel");
-    assert_eq!(matrices.probe_backward(256).unwrap(), None, "no such kernel");
-    assert!(matrices.probe(7).is_err() && matrices.probe_backward(7).is_err());
-    assert_eq!(portable.probe(16).unwrap(), None, "opened without matrix units");
-    assert_eq!(portable.probe_backward(16).unwrap(), None, "opened without matrix units");
+pub(crate) fn a_probe_finds_agreement_and_times(
+    matrices: &WgpuBackend,
+    portable: &WgpuBackend,
+    measure: fn(&WgpuBackend, usize) -> kyklos::Result<Option<Probe>>,
+) {
+    let probe = measure(matrices, 16).unwrap().expect("a kernel for matrix units");
+    assert!(probe.agrees(), "{probe:?}");
+    assert!(probe.difference > 0.0, "weights in f16 round: {probe:?}");
+    assert!(probe.portable_s > 0.0 && probe.matrices_s > 0.0, "{probe:?}");
+    assert_eq!(measure(matrices, 24 + 256).unwrap(), None, "no such kernel");
+    assert!(measure(matrices, 7).is_err());
+    assert_eq!(measure(portable, 16).unwrap(), None, "opened without matrix units");
 }

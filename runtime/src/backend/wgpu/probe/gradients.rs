@@ -6,7 +6,7 @@ use bytes::Bytes;
 use kyklos_plan::{AttentionProblem, BlockWork, TokenRuns};
 use pollster::block_on;
 
-use super::measure::{HEADS, Run, TOKENS, floats, layout, problem, shape, values};
+use super::side::{HEADS, Run, TOKENS, floats, layout, problem, shape, values};
 use crate::backend::wgpu::backend::WgpuBackend;
 use crate::backend::wgpu::storage::buffer::WgpuBuffer;
 use crate::backend::{AttendBackward, Backend, Control, Layout, Operand};

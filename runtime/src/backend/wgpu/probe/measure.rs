@@ -10,10 +10,11 @@ use pollster::block_on;
 
 use super::comparison::{Candidates, Pass, Probe};
 use super::gradients::Gradients;
+use super::side::{HEADS, Run, TOKENS, floats, layout, problem, shape, values};
 use crate::backend::wgpu::backend::WgpuBackend;
 use crate::backend::wgpu::storage::buffer::WgpuBuffer;
 use crate::backend::wgpu::variant::KernelChoice;
-use crate::backend::{Attend, Backend, Control, Layout, Operand, StateMut, StateShape};
+use crate::backend::{Attend, Backend, Control, Operand, StateMut};
 use crate::error::Result;
 
 /// Compares the two, each on a device that `open` opens for it alone.
@@ -34,18 +35,6 @@ pub(in crate::backend::wgpu) fn measure(
             in_turns([Gradients::new(open(portable)?, head_dim)?, Gradients::new(open(matrices)?, head_dim)?])
         }
     }
-}
-
-/// A side of a comparison, with its device and tensors.
-pub(super) trait Run: Send {
-    /// Whether a difference is relative to the largest element of its tensor.
-    const RELATIVE: bool;
-
-    /// Seconds of each of some calls, all into the same results, which are empty at first.
-    fn time(&mut self, calls: u32) -> Result<f64>;
-
-    /// The results of the calls of the last [`Self::time`], tensor by tensor.
-    fn results(&mut self) -> Result<Vec<Vec<f32>>>;
 }
 
 fn in_turns<R: Run>(mut runs: [R; 2]) -> Result<Probe> {
@@ -83,22 +72,6 @@ struct Forward {
     qkv: [WgpuBuffer; 3],
     a: WgpuBuffer,
     ml: WgpuBuffer,
-}
-
-/// Causal: tiles with and without tests.
-pub(super) fn problem(head_dim: u32) -> Result<AttentionProblem> {
-    Ok(AttentionProblem::new([1, TOKENS, HEADS, HEADS, head_dim], Dtype::F16, "causal".parse()?)?)
-}
-
-/// Of q and all tensors like it.
-pub(super) fn layout(problem: &AttentionProblem) -> Layout {
-    let (dim, heads) = (problem.head_dim as usize, HEADS as usize);
-    let row_stride = heads * dim;
-    Layout { offset: 0, batch_stride: TOKENS as usize * row_stride, row_stride, head_stride: dim }
-}
-
-pub(super) fn floats(backend: &WgpuBackend, buffer: &mut WgpuBuffer, bytes: usize) -> Result<Vec<f32>> {
-    Ok(bytemuck::pod_collect_to_vec(&block_on(backend.download(buffer, 0..bytes))?))
 }
 
 impl Forward {
@@ -167,23 +140,6 @@ impl Run for Forward {
     }
 }
 
-pub(super) fn shape(problem: &AttentionProblem) -> StateShape {
-    StateShape { batch: 1, rows: TOKENS as usize, heads: HEADS as usize, dim: problem.head_dim as usize }
-}
-
-/// Values in -1..1 in f16. If they grow, later rows are longer by 2, 4 and 8, so that the maxima of
-/// logits move as they do in a model.
-pub(super) fn values(problem: &AttentionProblem, grows: bool) -> Vec<u8> {
-    let row = (HEADS * problem.head_dim) as usize;
-    let factor = |at: usize| if grows { f32::from(1u8 << (at / row * 4 / TOKENS as usize)) } else { 1.0 };
-    (0..TOKENS as usize * row)
-        .map(|at| ((at * 7919) % 2017) as f32 / 1008.5 - 1.0)
-        .map(half::f16::from_f32)
-        .enumerate()
-        .flat_map(|(at, x)| half::f16::from_f32(x.to_f32() * factor(at)).to_le_bytes())
-        .collect()
-}
-
 /// The largest difference of two results; NaN if there is one that is not finite.
 fn difference(one: &[Vec<f32>], other: &[Vec<f32>], relative: bool) -> f64 {
     let differences = one.iter().zip(other).flat_map(|(one, other)| {
@@ -195,9 +151,6 @@ fn difference(one: &[Vec<f32>], other: &[Vec<f32>], relative: bool) -> f64 {
         .fold(0.0, |most: f64, now| if most.is_nan() || !now.is_finite() { f64::NAN } else { most.max(now) })
 }
 
-/// Query rows and keys, and heads: enough for many GPUs to be busy, and milliseconds on most.
-pub(super) const TOKENS: u32 = 2048;
-pub(super) const HEADS: u32 = 4;
 /// Rounds in which each kernel is timed, seconds of a round, and calls in it.
 const ROUNDS: usize = 5;
 const ROUND_S: f64 = 0.01;

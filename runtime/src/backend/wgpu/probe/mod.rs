@@ -9,6 +9,7 @@ mod comparison;
 mod gradients;
 mod kept;
 pub(super) mod measure;
+mod side;
 
 use std::collections::HashMap;
 use std::fmt;
