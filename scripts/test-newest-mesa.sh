@@ -78,7 +78,8 @@ case $amount in
     --smoke)
         export KYKLOS_TEST_MOST_HEAD_DIM=16
         for test in cooperative::every_f16_head_dim_equals_f64 cooperative-8x8-8-16x2::shares_rows \
-            cooperative::a_probe_finds_agreement_and_times; do
+            cooperative::a_probe_finds_agreement_and_times \
+            cooperative::nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it; do
             run "$test" --exact
         done
         exit

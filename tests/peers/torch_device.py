@@ -93,6 +93,7 @@ def ring_rank(rank, port, rounds):
     dist.init_process_group("gloo", rank=rank, world_size=2)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     groups = {device: kyklos.Group.from_torch(device=device) for device in DEVICES}
+    groups["torch:cpu, messages by gloo"] = kyklos.Group.from_torch(device="torch:cpu", collective="torch")
 
     def attend(q, k, v, is_causal=False, **_):
         return kernel(q, k, v, 0.0, is_causal)
