@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,27 @@ LARGEST = {torch.float32: 1024.0, torch.float16: 4096.0, torch.bfloat16: 16384.0
 LARGEST_OF_GRADIENTS = 32.0
 #: Kernels multiply by the scale after the sum: beyond it q·k may be ∞ where the logit is not.
 LARGEST_PRODUCT = 1e38
+
+
+class Inputs(NamedTuple):
+    """What a kernel is given: ``q [batch, heads, rows, dim]``, ``k`` and ``v`` ``[batch, kv_heads, keys, dim]``, of one type."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    #: The factor on q·k.
+    scale: float
+    #: Whether row i sees the keys 0 to i only.
+    causal: bool
+    #: What is added to logits, of four axes.
+    terms: torch.Tensor | None
+
+    def with_heads_alike(self) -> Inputs:
+        """A key/value head for each query head."""
+        group = self.q.shape[1] // self.k.shape[1]
+        if group == 1:
+            return self
+        return self._replace(k=self.k.repeat_interleave(group, 1), v=self.v.repeat_interleave(group, 1))
 
 
 class Kernel:
@@ -42,23 +64,12 @@ class Kernel:
     #: Whether equal calls have equal gradients under ``torch.use_deterministic_algorithms(True)``.
     repeats_gradients = True
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """``o`` like ``q``, and the log-sum-exp, float32 ``[batch, heads, rows]``."""
         raise NotImplementedError
 
     def run_backward(
-        self,
-        d_o: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        terms: torch.Tensor | None,
-        scale: float,
+        self, x: Inputs, d_o: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradients of q, k and v, of their type and shape."""
         raise NotImplementedError
@@ -90,21 +101,19 @@ class Kernel:
     def attend(self, block: Block, piece: Piece) -> tuple[State, torch.Tensor | None]:
         """The state of a piece, and which of its rows are right, bool ``[batch, heads, rows]``; ``None`` for all."""
         dtype = self.dtypes[block.q.dtype]
-        q = block.q[piece.batch, :, piece.rows].to(dtype)
-        k, v = (x[piece.batch, :, piece.keys].to(dtype) for x in (block.k, block.v))
-        terms, sees = _terms(block, piece, dtype)
-        causal = piece.kind == "causal" and terms is None
+        x, sees = _inputs(block, piece, dtype)
         largest = LARGEST[dtype] if block.inference or dtype != torch.float32 else LARGEST_OF_GRADIENTS
-        o, lse = self._rows(q, k, v, causal, terms, sees, block.scale)
-        if _all_right(q, k, o, lse, sees, largest):
+        o, lse = self._rows(x, sees)
+        if _all_right(x, o, lse, sees, largest):
             return _state(o, lse, sees), None
-        finite = torch.isfinite(k).all(-1) & torch.isfinite(v).all(-1)
+        finite = torch.isfinite(x.k).all(-1) & torch.isfinite(x.v).all(-1)
         whole = bool(finite.all())
         if not whole:
             # Again, without what would reach rows that do not see it; those that see it are wrong.
-            k, v = (x.masked_fill(~finite[..., None], 0.0) for x in (k, v))
-            o, lse = self._rows(q, k, v, causal, terms, sees, block.scale)
-        products = _norm_of_rows(q) * _norm_of_rows(k).amax()
+            k, v = (tensor.masked_fill(~finite[..., None], 0.0) for tensor in (x.k, x.v))
+            x = x._replace(k=k, v=v)
+            o, lse = self._rows(x, sees)
+        products = _norm_of_rows(x.q) * _norm_of_rows(x.k).amax()
         empty = (lse == 0) & (o == 0).all(-1)
         if sees is not None:
             empty &= sees
@@ -119,8 +128,7 @@ class Kernel:
         """The gradients of q, k and v of ``piece``; ``None`` if they may be wrong. ``d_o`` and ``stats`` have the rows of the
         whole block."""
         dtype = self.gradient_dtypes[block.q.dtype]
-        q = block.q[piece.batch, :, piece.rows].to(dtype)
-        k, v = (x[piece.batch, :, piece.keys].to(dtype) for x in (block.k, block.v))
+        x, _ = _inputs(block, piece, dtype)
         d_o = d_o[piece.batch, :, piece.rows].to(dtype)
         lse, _, delta, _ = stats[piece.batch, :, piece.rows].unbind(-1)
         saw = lse != -EMPTY_M
@@ -133,41 +141,24 @@ class Kernel:
         # The square of a size in between is a normal number.
         usual = (size > 1e-15) & (size < 1e15) | nothing
         # In rows that saw nothing the weights are 0, and so are the gradients, whatever finite d_o they have.
-        right = (usual & ((lse.abs() <= largest) | ~saw)).all() & _all_finite(v, d_o, o)
+        right = (usual & ((lse.abs() <= largest) | ~saw)).all() & _all_finite(x.v, d_o, o)
         if dtype != torch.float16:
-            right &= _norm(q) * _norm(k) < LARGEST_PRODUCT
-        terms, _ = _terms(block, piece, dtype)
-        kv_heads = k.shape[1]
-        if not self.grouped_gradients and kv_heads < q.shape[1]:
-            k, v = (x.repeat_interleave(q.shape[1] // kv_heads, 1) for x in (k, v))
-        causal = piece.kind == "causal" and terms is None
-        dq, dk, dv = self.run_backward(d_o, q, k, v, o, lse.contiguous(), causal, terms, block.scale)
-        if dk.shape[1] > kv_heads:
-            dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32) for x in (dk, dv))
+            right &= _norm(x.q) * _norm(x.k) < LARGEST_PRODUCT
+        given = x if self.grouped_gradients else x.with_heads_alike()
+        dq, dk, dv = self.run_backward(given, d_o, o, lse.contiguous())
+        if dk.shape[1] > x.k.shape[1]:
+            dk, dv = (tensor.unflatten(1, (x.k.shape[1], -1)).sum(2, dtype=torch.float32) for tensor in (dk, dv))
         return (dq, dk, dv) if bool(right & _all_finite(dq, dk, dv)) else None
 
-    def _rows(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool,
-        terms: torch.Tensor | None,
-        sees: torch.Tensor | None,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(self, x: Inputs, sees: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`run`, with zeros for rows that see nothing, whatever the kernel makes of them."""
-        if not self.grouped and k.shape[1] < q.shape[1]:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        o, lse = self.run(q, k, v, causal, terms, scale)
+        o, lse = self.run(x if self.grouped else x.with_heads_alike())
         if sees is None:
             return o, lse
         return torch.where(sees[..., None], o, 0.0), torch.where(sees, lse, 0.0)
 
 
-def _all_right(
-    q: torch.Tensor, k: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, sees: torch.Tensor | None, largest: float
-) -> bool:
+def _all_right(x: Inputs, o: torch.Tensor, lse: torch.Tensor, sees: torch.Tensor | None, largest: float) -> bool:
     """Whether all rows are right for sure. It waits for the device once."""
     size = lse.abs()
     # Kernels give a row whose logits are all −∞ the output and log-sum-exp 0, which is also the row of one key with the logit 0.
@@ -175,8 +166,8 @@ def _all_right(
     # A sum of numbers that are not all finite is not finite.
     numbers = [least, most, _sum(o)]
     # Of float16 no product is too large, and NaN shows in `lse`.
-    if q.dtype != torch.float16:
-        numbers += [_norm(q), _norm(k)]
+    if x.q.dtype != torch.float16:
+        numbers += [_norm(x.q), _norm(x.k)]
     least_lse, largest_lse, total, *norms = torch.stack([number.float() for number in numbers]).tolist()
     # No q·k is larger than the product of the norms, which is NaN if an element is.
     return 0 < least_lse and largest_lse <= largest and math.isfinite(total) and math.prod(norms) < LARGEST_PRODUCT
@@ -204,6 +195,14 @@ def _state(o: torch.Tensor, lse: torch.Tensor, sees: torch.Tensor | None) -> Sta
     if sees is None:
         return State(o, lse, torch.ones((), dtype=torch.float32, device=o.device).expand_as(lse), is_output=True)
     return State(o, torch.where(sees, lse, EMPTY_M), sees.float().expand_as(lse), is_output=True)
+
+
+def _inputs(block: Block, piece: Piece, dtype: torch.dtype) -> tuple[Inputs, torch.Tensor | None]:
+    """The inputs of a piece in this type; and which rows see a key, of three axes, ``None`` for all."""
+    terms, sees = _terms(block, piece, dtype)
+    q = block.q[piece.batch, :, piece.rows].to(dtype)
+    k, v = (tensor[piece.batch, :, piece.keys].to(dtype) for tensor in (block.k, block.v))
+    return Inputs(q, k, v, block.scale, piece.kind == "causal" and terms is None, terms), sees
 
 
 def _terms(block: Block, piece: Piece, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:

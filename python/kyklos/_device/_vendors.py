@@ -16,7 +16,7 @@ from ._backward import Gradients
 from ._backward import attend as attend_backward
 from ._block import Block, Piece
 from ._forward import by_products
-from ._kernels import Kernel
+from ._kernels import Inputs, Kernel
 from ._state import EMPTY_M, State
 
 aten = torch.ops.aten
@@ -33,25 +33,14 @@ class FlashOnCpu(Kernel):
     #: In bfloat16 it would round the sums of each block.
     gradient_dtypes = dict.fromkeys(dtypes, torch.float32)
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=terms, scale=scale)
+    def run(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        return aten._scaled_dot_product_flash_attention_for_cpu(*x[:3], 0.0, x.causal, attn_mask=x.terms, scale=x.scale)
 
     def run_backward(
-        self,
-        d_o: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        terms: torch.Tensor | None,
-        scale: float,
+        self, x: Inputs, d_o: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_o, q, k, v, o, lse, 0.0, causal, attn_mask=terms, scale=scale
+            d_o, *x[:3], o, lse, 0.0, x.causal, attn_mask=x.terms, scale=x.scale
         )
 
 
@@ -61,27 +50,16 @@ class Flash(Kernel):
     name = "flash"
     gradient_dtypes = Kernel.dtypes
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    def run(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse, *_ = aten._scaled_dot_product_flash_attention(*x[:3], 0.0, x.causal, False, scale=x.scale)
         return o, lse
 
     def run_backward(
-        self,
-        d_o: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        terms: torch.Tensor | None,
-        scale: float,
+        self, x: Inputs, d_o: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        counts = (None, None, q.shape[2], k.shape[2])
+        counts = (None, None, x.q.shape[2], x.k.shape[2])
         run = aten._scaled_dot_product_flash_attention_backward
-        return run(d_o, q, k, v, o, lse, *counts, 0.0, causal, *_no_dropout(q), scale=scale)
+        return run(d_o, *x[:3], o, lse, *counts, 0.0, x.causal, *_no_dropout(x.q), scale=x.scale)
 
 
 class CuDnn(Kernel):
@@ -90,12 +68,10 @@ class CuDnn(Kernel):
     name = "cuDNN"
     largest_dim = 128
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    def run(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(*x[:3], None, True, 0.0, x.causal, False, scale=x.scale)
         # Some versions have a last axis of 1.
-        return o, lse.reshape(q.shape[:3])
+        return o, lse.reshape(x.q.shape[:3])
 
 
 class Efficient(Kernel):
@@ -107,35 +83,22 @@ class Efficient(Kernel):
     dtypes = {**Kernel.dtypes, torch.float32: torch.float32}
     gradient_dtypes = dtypes
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         run = aten._scaled_dot_product_efficient_attention
-        o, lse, *_ = run(q, k, v, _aligned(q, k, terms), True, 0.0, causal, scale=scale)
+        o, lse, *_ = run(*x[:3], _aligned(x), True, 0.0, x.causal, scale=x.scale)
         # Rows are padded.
-        return o, lse[..., : q.shape[2]]
+        return o, lse[..., : x.q.shape[2]]
 
     def run_backward(
-        self,
-        d_o: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        terms: torch.Tensor | None,
-        scale: float,
+        self, x: Inputs, d_o: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if torch.version.hip is None:
-            lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % ROWS_OF_EFFICIENT), value=math.inf)
+            lse = torch.nn.functional.pad(lse, (0, -x.q.shape[2] % ROWS_OF_EFFICIENT), value=math.inf)
         # It takes heads of one row of o to follow each other.
         o = o.transpose(1, 2).contiguous().transpose(1, 2)
         run = aten._scaled_dot_product_efficient_attention_backward
         wanted = (True, True, True, False)
-        dq, dk, dv, _ = run(
-            d_o, q, k, v, _aligned(q, k, terms), o, lse, *_no_dropout(q), 0.0, wanted, causal, scale=scale
-        )
+        dq, dk, dv, _ = run(d_o, *x[:3], _aligned(x), o, lse, *_no_dropout(x.q), 0.0, wanted, x.causal, scale=x.scale)
         return dq, dk, dv
 
 
@@ -150,33 +113,21 @@ class Overrideable(Kernel):
     #: Nothing says so.
     repeats_gradients = False
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, terms: torch.Tensor | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         # Intel's gives a log-sum-exp only for an input that needs gradients. Nothing is recorded.
-        q = (q.clone() if q.is_inference() else q.detach()).requires_grad_()
+        q = (x.q.clone() if x.q.is_inference() else x.q.detach()).requires_grad_()
         with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
-            o, lse, *_ = aten._scaled_dot_product_fused_attention_overrideable(q, k, v, terms, 0.0, causal, False, scale=scale)
-        return o, lse.reshape(q.shape[:3])
+            o, lse, *_ = aten._scaled_dot_product_fused_attention_overrideable(q, x.k, x.v, x.terms, 0.0, x.causal, False, scale=x.scale)
+        return o, lse.reshape(x.q.shape[:3])
 
     def run_backward(
-        self,
-        d_o: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        causal: bool,
-        terms: torch.Tensor | None,
-        scale: float,
+        self, x: Inputs, d_o: torch.Tensor, o: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        counts = (None, None, q.shape[2], k.shape[2])
+        counts = (None, None, x.q.shape[2], x.k.shape[2])
         run = aten._scaled_dot_product_fused_attention_overrideable_backward
         wanted = (True, True, True, False)
-        dq, dk, dv, _ = run(
-            d_o, q, k, v, terms, wanted, o, lse[..., None], *counts, 0.0, causal, *_no_dropout(q), scale=scale
-        )
+        rest = (0.0, x.causal, *_no_dropout(x.q))
+        dq, dk, dv, _ = run(d_o, *x[:3], x.terms, wanted, o, lse[..., None], *counts, *rest, scale=x.scale)
         return dq, dk, dv
 
 
@@ -184,13 +135,13 @@ class Overrideable(Kernel):
 ROWS_OF_EFFICIENT = 32
 
 
-def _aligned(q: torch.Tensor, k: torch.Tensor, terms: torch.Tensor | None) -> torch.Tensor | None:
+def _aligned(x: Inputs) -> torch.Tensor | None:
     """Terms for the efficient kernel, which reads their rows in whole groups of 16 bytes."""
-    if terms is None:
+    if x.terms is None:
         return None
-    count = k.shape[2]
-    padded = torch.nn.functional.pad(terms, (0, -count % 16))
-    return padded.expand(q.shape[0], q.shape[1], q.shape[2], -1)[..., :count]
+    count = x.k.shape[2]
+    padded = torch.nn.functional.pad(x.terms, (0, -count % 16))
+    return padded.expand(*x.q.shape[:3], -1)[..., :count]
 
 
 def _no_dropout(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -191,3 +191,15 @@ def test_the_kernel_is_said_and_chosen(monkeypatch):
 def test_other_devices_are_none_of_pytorch():
     with kyklos.Group.local(1, device="cpu")[0] as group:
         assert group.torch_device is None and group.kernel(64) == "rows in lanes"
+
+
+def test_what_a_device_with_streams_is_given_goes_through_memory_of_its_own(monkeypatch):
+    """Pinned where there is an accelerator; here the way without it."""
+    from kyklos._device import _device
+
+    device = Device("cpu")
+    given = np.arange(300, dtype=np.uint8)
+    monkeypatch.setattr(_device, "STREAMS", ("cpu",))
+    found = device.upload(given, 299)
+    given[:] = 0
+    assert torch.equal(found, torch.arange(299, dtype=torch.uint8))

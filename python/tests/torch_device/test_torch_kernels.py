@@ -9,7 +9,7 @@ from oracle import attention, causal
 from test_torch_device import alone, states  # noqa: F401
 
 import kyklos
-from kyklos._device._kernels import Kernel
+from kyklos._device._kernels import Inputs, Kernel
 from kyklos._device._vendors import CuDnn, Efficient, Flash, FlashOnCpu, Kernels, Overrideable
 
 
@@ -172,10 +172,10 @@ class Wrong(FlashOnCpu):
     def __init__(self, fault):
         self.fault = fault
 
-    def run(self, q, k, v, *others):
+    def run(self, x):
         if self.fault == "hides NaN":
-            q, k, v = (x.nan_to_num(0.0, 0.0, 0.0) for x in (q, k, v))
-        o, lse = super().run(q, k, v, *others)
+            x = x._replace(**{name: getattr(x, name).nan_to_num(0.0, 0.0, 0.0) for name in ("q", "k", "v")})
+        o, lse = super().run(x)
         return {
             "base 2": lambda: (o, lse / np.log(2)),
             "ln 2 off": lambda: (o, lse + np.log(2)),
@@ -267,10 +267,11 @@ def test_kernels_of_gpus_have_the_signatures_that_are_used():
             q = torch.empty(2, 77, 4, 64, device=device, dtype=torch.bfloat16).transpose(1, 2)
             k = torch.empty(2, 143, 2 if kernel.grouped else 4, 64, device=device, dtype=torch.bfloat16).transpose(1, 2)
             terms = torch.empty(1, 1, 77, 143, device=device, dtype=torch.bfloat16) if kernel.masked else None
-            o, lse = kernel.run(q, k, k, False, terms, 0.125)
+            given = Inputs(q, k, k, 0.125, False, terms)
+            o, lse = kernel.run(given)
             assert o.shape == q.shape and lse.shape == (2, 4, 77) and lse.dtype == torch.float32
             if kernel.gradient_dtypes:
-                gradients = kernel.run_backward(o, q, k, k, o, lse.contiguous(), False, terms, 0.125)
+                gradients = kernel.run_backward(given, o, o, lse.contiguous())
                 assert [x.shape for x in gradients] == [x.shape for x in (q, k, k)]
 
 
