@@ -15,7 +15,7 @@ use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use catalogue::{every_kernel, parsed, validated};
-use kyklos_shaders::{Access, Dialect, ENTRY_POINT, Kernel};
+use kyklos_shaders::{Access, AttendVariant, Dialect, ENTRY_POINT, Kernel};
 use naga::back::spv;
 use naga::proc::{BoundsCheckPolicies, BoundsCheckPolicy};
 
@@ -70,9 +70,16 @@ fn write_kernel(folder: &Path, kernel: &Kernel) -> std::io::Result<()> {
     std::fs::write(folder.join(format!("{name}.spv")), bytes)
 }
 
-/// No browser has matrix units, and Tint spells its own experiment with them otherwise.
+/// No browser has matrix units, and Tint spells its own experiment with them otherwise. The
+/// portable kernel with shuffles is for native devices: the number of a subgroup is new in
+/// browsers.
 const fn in_browsers(kernel: &Kernel) -> bool {
-    !kernel.needs_matrices()
+    !kernel.needs_matrices() && !shuffles(kernel)
+}
+
+const fn shuffles(kernel: &Kernel) -> bool {
+    let Kernel::Attend(kernel) = kernel else { return false };
+    matches!(kernel.variant, AttendVariant::Portable { shuffles: true, .. })
 }
 
 /// SPIR-V version and the Vulkan that the kernel may meet first: each kernel is held against the

@@ -300,7 +300,9 @@ impl Kernel {
         matches!(
             self,
             Self::Attend(AttendKernel {
-                variant: AttendVariant::SubgroupBroadcast { .. } | AttendVariant::Cooperative(_),
+                variant: AttendVariant::Portable { shuffles: true, .. }
+                    | AttendVariant::SubgroupBroadcast { .. }
+                    | AttendVariant::Cooperative(_),
                 ..
             }) | Self::Decode(DecodeKernel { variant: DecodeVariant::Lanes { .. }, .. })
                 | Self::AttendBackward(BackwardKernel {

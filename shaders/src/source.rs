@@ -86,10 +86,10 @@ impl Kernel {
             Self::Attend(kernel) => {
                 let logits = logits(kernel.storage, kernel.head_dim, kernel.softcap, kernel.bias);
                 let (file, values) = match kernel.variant {
-                    AttendVariant::Portable { rows_per_thread, keys_per_thread } => (
-                        "attend/portable.wgsl",
-                        attend::portable::values(kernel, rows_per_thread, keys_per_thread),
-                    ),
+                    AttendVariant::Portable { rows_per_thread, keys_per_thread, shuffles } => {
+                        let values = attend::portable::values(kernel, rows_per_thread, keys_per_thread);
+                        ("attend/portable.wgsl", context! { shuffles, ..values })
+                    }
                     AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => (
                         "attend/subgroup.wgsl",
                         attend::subgroup::values(kernel, subgroup_size, rows_per_lane),
@@ -276,7 +276,7 @@ impl AttendKernel {
     /// The tiles of this kernel.
     pub const fn tile(&self) -> Tile {
         match self.variant {
-            AttendVariant::Portable { rows_per_thread, keys_per_thread } => {
+            AttendVariant::Portable { rows_per_thread, keys_per_thread, .. } => {
                 Tile { q_rows: SIDE * rows_per_thread, kv_cols: SIDE * keys_per_thread }
             }
             AttendVariant::SubgroupBroadcast { subgroup_size, rows_per_lane } => {

@@ -37,12 +37,16 @@ impl Vendor {
 /// How attention is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AttendVariant {
-    /// Tiles in workgroup memory; runs within WebGPU's default limits and needs no feature.
+    /// Tiles in workgroup memory; runs within WebGPU's default limits, and without shuffles needs
+    /// no feature.
     Portable {
         /// Query rows of one thread: 1, 2 or 4.
         rows_per_thread: u32,
         /// Keys of one thread: 4 or 8.
         keys_per_thread: u32,
+        /// Whether the 8 threads of a row find its largest logit by shuffles, in subgroups of 8 to
+        /// 64 lanes, and not through workgroup memory. The results are the same bits.
+        shuffles: bool,
     },
     /// One subgroup is one workgroup, query rows lie in its lanes, keys and values are broadcast
     /// from lane to lane. Made for drivers that compute on the host's cores; needs subgroups of
@@ -90,7 +94,7 @@ impl AttendVariant {
     /// spill registers. The numbers are what the vendors' compilers (Mesa's) say, in
     /// `tests/vendors/ceilings.toml`: the largest without a spill, and for NVIDIA with 16 warps
     /// up to 64 elements, 12 above; for software what runs fastest on Mesa's.
-    pub const fn portable(vendor: Vendor, head_dim: u32) -> Self {
+    pub const fn portable(vendor: Vendor, head_dim: u32, shuffles: bool) -> Self {
         let (rows_per_thread, keys_per_thread) = match (vendor, head_dim) {
             (Vendor::Amd | Vendor::Software, 0..=128) => (4, 8),
             (Vendor::Amd | Vendor::Software, 129..=256) => (2, 8),
@@ -101,7 +105,7 @@ impl AttendVariant {
             (_, 0..=128) => (2, 4),
             (_, _) => (1, 4),
         };
-        Self::Portable { rows_per_thread, keys_per_thread }
+        Self::Portable { rows_per_thread, keys_per_thread, shuffles }
     }
 
     /// The broadcast variant with the number of rows in a lane that pays off for heads of
@@ -119,10 +123,14 @@ impl AttendVariant {
 
     /// The portable variants that exist. With 8 rows in a thread a tile would not fit WebGPU's
     /// default workgroup memory.
-    pub fn portable_choices() -> impl Iterator<Item = Self> {
-        [[1, 4], [1, 8], [2, 4], [2, 8], [4, 4], [4, 8]]
-            .into_iter()
-            .map(|[rows_per_thread, keys_per_thread]| Self::Portable { rows_per_thread, keys_per_thread })
+    pub fn portable_choices(shuffles: bool) -> impl Iterator<Item = Self> {
+        [[1, 4], [1, 8], [2, 4], [2, 8], [4, 4], [4, 8]].into_iter().map(
+            move |[rows_per_thread, keys_per_thread]| Self::Portable {
+                rows_per_thread,
+                keys_per_thread,
+                shuffles,
+            },
+        )
     }
 
     /// The broadcast variants for heads of `head_dim` elements whose unrolled text compiles in
@@ -136,8 +144,9 @@ impl AttendVariant {
     /// Name for reports and files; [`FromStr`] reads it.
     pub fn name(self) -> String {
         match self {
-            Self::Portable { rows_per_thread, keys_per_thread } => {
-                format!("portable-{rows_per_thread}x{keys_per_thread}")
+            Self::Portable { rows_per_thread, keys_per_thread, shuffles } => {
+                let shuffles = if shuffles { "shuffles-" } else { "" };
+                format!("portable-{shuffles}{rows_per_thread}x{keys_per_thread}")
             }
             Self::SubgroupBroadcast { subgroup_size, rows_per_lane } => {
                 format!("subgroup-broadcast-{subgroup_size}x{rows_per_lane}")
@@ -157,7 +166,7 @@ impl FromStr for AttendVariant {
     /// a kernel.
     fn from_str(text: &str) -> Result<Self, UnknownVariant> {
         let unknown = || UnknownVariant { text: text.to_owned() };
-        let (family, numbers) = ["portable-", "subgroup-broadcast-", "cooperative-"]
+        let (family, numbers) = ["portable-shuffles-", "portable-", "subgroup-broadcast-", "cooperative-"]
             .iter()
             .find_map(|family| Some((*family, text.strip_prefix(family)?)))
             .ok_or_else(unknown)?;
@@ -166,7 +175,11 @@ impl FromStr for AttendVariant {
             .map(|number| number.parse().map_err(|_| unknown()))
             .collect::<Result<_, _>>()?;
         let variant = match (family, &numbers[..]) {
-            ("portable-", [rows, keys]) => Self::Portable { rows_per_thread: *rows, keys_per_thread: *keys },
+            ("portable-shuffles-" | "portable-", [rows, keys]) => Self::Portable {
+                rows_per_thread: *rows,
+                keys_per_thread: *keys,
+                shuffles: family == "portable-shuffles-",
+            },
             ("subgroup-broadcast-", [size, rows]) => {
                 Self::SubgroupBroadcast { subgroup_size: *size, rows_per_lane: *rows }
             }

@@ -286,7 +286,7 @@ fn the_empty_maximum_survives_printing() {
 fn pinned_texts_have_not_changed() {
     for kernel in [
         Kernel::Attend(AttendKernel {
-            variant: AttendVariant::portable(Vendor::Other, 16),
+            variant: AttendVariant::portable(Vendor::Other, 16, false),
             storage: Storage::Bf16,
             head_dim: 16,
             softcap: true,

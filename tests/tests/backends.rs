@@ -10,7 +10,7 @@
 mod amount;
 
 use kyklos::backend::cpu::CpuBackend;
-use kyklos::backend::wgpu::{AttendVariant, KernelChoice, WgpuBackend, WgpuOptions};
+use kyklos::backend::wgpu::{KernelChoice, WgpuBackend, WgpuOptions};
 use kyklos::backend::{Device, DeviceClass};
 use kyklos_backend_suite::{Suite, only_head_dim};
 use kyklos_cuda::{CudaBackend, CudaOptions};
@@ -47,17 +47,12 @@ fn with_wgpu(mut suite: Suite) -> Suite {
         return suite.absent("wgpu", reason, is_set("KYKLOS_REQUIRE_GPU"));
     }
     for (index, adapter) in adapters.iter().enumerate() {
+        let exactly = |name: &str| KernelChoice::Exactly(name.parse().expect("the name of a variant"));
         for (variant, kernel) in [
             ("portable", KernelChoice::Portable),
             // What most GPUs and what NVIDIA's run, and no software driver by itself.
-            (
-                "portable-2x4",
-                KernelChoice::Exactly(AttendVariant::Portable { rows_per_thread: 2, keys_per_thread: 4 }),
-            ),
-            (
-                "portable-4x4",
-                KernelChoice::Exactly(AttendVariant::Portable { rows_per_thread: 4, keys_per_thread: 4 }),
-            ),
+            ("portable-shuffles-2x4", exactly("portable-shuffles-2x4")),
+            ("portable-shuffles-4x4", exactly("portable-shuffles-4x4")),
             ("subgroup", KernelChoice::SubgroupBroadcast),
             ("cooperative", KernelChoice::Cooperative),
         ] {

@@ -63,6 +63,16 @@ pub(crate) fn every_variant_equals_f64(backend: &WgpuBackend) {
     }
 }
 
+/// A maximum is exact in every order.
+pub(crate) fn shuffles_change_no_bit(shuffles: &WgpuBackend, without: &WgpuBackend) {
+    let case = Case::new([1, 149, 2, 1, 40], Dtype::F32, "window:40,3");
+    let bits = |backend: &WgpuBackend| {
+        let (o, lse) = case.output(backend, Dtype::F32);
+        [o, lse].map(|values| values.into_iter().map(f32::to_bits).collect::<Vec<_>>())
+    };
+    assert_eq!(bits(shuffles), bits(without), "{}", shuffles.info().kernel);
+}
+
 /// A separate test, because matrix units take these head dims.
 fn every_f16_head_dim_equals_f64(backend: &WgpuBackend) {
     for dim in head_dims(&[16, 32, 80]) {

@@ -80,15 +80,23 @@ fn main() -> ExitCode {
         }));
     }
     // Those that the built-in choice takes on some GPU, or that a tuner may take.
-    trials.extend(AttendVariant::portable_choices().map(|variant| {
-        Trial::test(format!("{}::equals_f64_and_keeps_nan_in_its_rows", variant.name()), move || {
-            let backend = open(KernelChoice::Exactly(variant), None)?;
-            cases::every_variant_equals_f64(&backend);
-            cases::nan_reaches_exactly_the_rows_that_see_it(&backend);
-            backward::nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it(&backend);
-            Ok(())
-        })
-    }));
+    let portable = [false, true].into_iter().flat_map(AttendVariant::portable_choices);
+    trials.extend(portable.filter(|variant| open(KernelChoice::Exactly(*variant), None).is_ok()).map(
+        |variant| {
+            Trial::test(format!("{}::equals_f64_and_keeps_nan_in_its_rows", variant.name()), move || {
+                let backend = open(KernelChoice::Exactly(variant), None)?;
+                cases::every_variant_equals_f64(&backend);
+                if let AttendVariant::Portable { shuffles: true, .. } = variant {
+                    let without = variant.name().replace("shuffles-", "").parse()?;
+                    let without = open(KernelChoice::Exactly(without), None)?;
+                    cases::shuffles_change_no_bit(&backend, &without);
+                }
+                cases::nan_reaches_exactly_the_rows_that_see_it(&backend);
+                backward::nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it(&backend);
+                Ok(())
+            })
+        },
+    ));
     // The subgroups of Mesa's software driver as all and as half of those that a variant is for.
     for name in ["8x8-8x2", "8x8-8x4", "8x8-4-8x1", "8x8-4-8x2", "8x8-8-16x1", "8x8-8-16x2"] {
         let variant = format!("cooperative-{name}").parse().expect("the name of a variant");

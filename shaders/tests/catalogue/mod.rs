@@ -48,8 +48,11 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
         };
         // Units of 4 elements and of 8 are different texts.
         for storage in [Storage::F32, Storage::F16] {
-            let built_in = AttendVariant::portable(Vendor::Other, head_dim);
-            let others = AttendVariant::portable_choices().filter(|choice| *choice != built_in);
+            let built_in = AttendVariant::portable(Vendor::Other, head_dim, false);
+            let others = [false, true]
+                .into_iter()
+                .flat_map(AttendVariant::portable_choices)
+                .filter(|choice| *choice != built_in);
             kernels.extend(others.map(|variant| attend(variant, storage)));
         }
         for vendor in [Vendor::Software, Vendor::Nvidia] {
@@ -106,7 +109,7 @@ pub(crate) fn every_kernel() -> Vec<Kernel> {
             let built_in = AttendVariant::SUBGROUP_SIZES
                 .map(|size| AttendVariant::subgroup_broadcast(size, head_dim))
                 .into_iter()
-                .chain([AttendVariant::portable(Vendor::Other, head_dim)])
+                .chain([AttendVariant::portable(Vendor::Other, head_dim, false)])
                 .chain(
                     MATRICES
                         .into_iter()

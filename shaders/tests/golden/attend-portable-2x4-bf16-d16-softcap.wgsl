@@ -9,10 +9,9 @@
 //     l' = l · e^(m - m') + P
 //     O' = O · e^(m - m') + P · v_j
 //
-// A workgroup has a tile of rows of one batch entry and head. It starts from an empty (m, l, O) in
-// registers, goes through its keys tile by tile, and merges with the state at the end. m' is n in
-// the code, e^(m - m') is corr. The factor `scale` is split: q_scale, at most 1, is on q; x_scale, the
-// rest, is on the product, because q times it may be out of range.
+// A workgroup has a tile of rows of one batch entry and head. It starts from an empty (m, l, O) in registers, goes through
+// its keys tile by tile, and merges with the state at the end. m' is n in the code, e^(m - m') is corr. The factor `scale`
+// is split: q_scale, at most 1, is on q; x_scale, the rest, is on the product, because q times it may be out of range.
 //
 // Bindings. A unit is 16 bytes: 4 elements of f32, 8 of a 16-bit type. A chunk is 4 elements.
 //   params     strides and offsets in units, of ml in 8 bytes, of the bias in words or elements
@@ -27,11 +26,10 @@
 //   bias       [batch, rows, heads, columns], strided; columns are positions. A mask in bits, or
 //              numbers that are added to logits, -inf for a hidden pair
 //
-// Work list. A run is a range of keys first..end, two words from runs_at on; first is a multiple of
-// Bc. For tile t of class c, at = c · starts_class + 2t: the runs with the numbers work[at] up to
-// work[at + 1] are full, every row of the tile sees every key; those up to work[at + 2] are partial.
-// A run whose end is not a multiple of Bc is partial. Keys in no run cost nothing. In a tested run
-// each pair tests lo <= position < hi; tested are partial runs, and with a bias all runs.
+// Work list. A run is a range of keys first..end, two words from runs_at on; first is a multiple of Bc. For tile t of class
+// c, at = c · starts_class + 2t: the runs with the numbers work[at] up to work[at + 1] are full, every row of the tile sees
+// every key; those up to work[at + 2] are partial. A run whose end is not a multiple of Bc is partial. Keys in no run cost
+// nothing. In a tested run each pair tests lo <= position < hi; tested are partial runs, and with a bias all runs.
 //
 // NaN and infinity pass through to the rows that see them. The logit of a hidden pair is replaced by BELOW_EMPTY, so that
 // its P is exactly 0. In a tested run, NaN and infinities of V are zero in workgroup memory, because 0 · NaN is NaN; at
@@ -43,13 +41,13 @@
 // ..., as vectors of 4 keys (S0_0: row 0, first 32 keys of the tile; then P0_0).
 // S = q k^T goes in passes of 32 elements of the head. P V goes by 32 keys, and in passes of 64 elements: a thread holds 2
 // chunks of each pass for its rows (O0_0, O0_1: row 0, pass 0), or 1 chunk of a last pass with at most 32 elements. The 8
-// threads of a row agree on its m through workgroup memory, and keep their own part of l until the end.
+// threads of a row agree on its m by workgroup memory, and keep their own part of l until the end.
 //
 // Workgroup memory. K and V lie there as they are stored: 16-bit elements take half the room and half the reads.
 //   tile_q   a pass of q · q_scale, chunk-major; at the end whether each thread took NaN or infinity out of V
 //   tile_kv  a pass of K, unit-major; then a pass of V, key-major
-//   tile_p   the row maxima of 8 threads; then P of 32 keys, slot-major: slot s has the keys s, s + 8, s + 16 and s + 24 as
-//            one vector. Also the vote on skipping a tile, and at the end l
+//   tile_p   P of 32 keys, slot-major: slot s has the keys s, s + 8, s + 16 and s + 24 as one vector. Also row maxima,
+//            the vote on skipping a tile, and at the end l
 // Rows and keys are swizzled (x ^ slot): neighbouring threads write to different banks.
 //
 // Barriers stand where a tile is replaced (everyone has read the old one) and where it is read
@@ -161,7 +159,10 @@ fn finite_part(unit: vec4<u32>) -> vec4<u32> {
 }
 
 @compute @workgroup_size(64)
-fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_index) thread: u32) {
+fn main(
+    @builtin(workgroup_id) group_id: vec3<u32>,
+    @builtin(local_invocation_index) thread: u32
+) {
     let group = group_id.x + group_id.y * params.grid_width;
     if (group >= params.items) { return; }
     let item = params.first_item + group;
@@ -264,14 +265,14 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
                     seen1 = seen1 || any(vis1);
                 }
             }
-            // The new maximum n of each row, from the maxima of its 8 threads.
+            // The new maximum n of each row, from those of its 8 threads.
             let most0 = S0_0;
-            tile_p[tc * 16u + 0u + (tr ^ tc)] = vec4<f32>(max(max(most0.x, most0.y), max(most0.z, most0.w)));
+            var n0 = max(m0, max(max(most0.x, most0.y), max(most0.z, most0.w)));
+            tile_p[tc * 16u + 0u + (tr ^ tc)] = vec4<f32>(n0);
             let most1 = S1_0;
-            tile_p[tc * 16u + 8u + (tr ^ tc)] = vec4<f32>(max(max(most1.x, most1.y), max(most1.z, most1.w)));
+            var n1 = max(m1, max(max(most1.x, most1.y), max(most1.z, most1.w)));
+            tile_p[tc * 16u + 8u + (tr ^ tc)] = vec4<f32>(n1);
             workgroupBarrier();
-            var n0 = m0;
-            var n1 = m1;
             for (var c = 0u; c < 8u; c++) {
                 n0 = max(n0, tile_p[c * 16u + 0u + (tr ^ c)].x);
                 n1 = max(n1, tile_p[c * 16u + 8u + (tr ^ c)].x);

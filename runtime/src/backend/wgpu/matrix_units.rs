@@ -6,6 +6,7 @@ use kyklos_shaders::{
 
 use crate::backend::DeviceClass;
 use crate::backend::wgpu::adapters::class::class;
+use crate::backend::wgpu::subgroups;
 
 /// A device's matrix units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,7 +23,7 @@ impl MatrixUnits {
     /// The device's matrix units, if the cooperative kernel can use them.
     pub(super) fn of(adapter: &wgpu::Adapter) -> Option<Self> {
         let (info, limits) = (adapter.get_info(), adapter.limits());
-        let [least, most] = subgroup_sizes(&info);
+        let [least, most] = subgroups::sizes(&info);
         let software = class(&info) == DeviceClass::SoftwareGpu;
         if !adapter.features().contains(MATRIX_FEATURES)
             || !(least == most || 2 * least == most)
@@ -119,40 +120,6 @@ impl MatrixUnits {
     }
 }
 
-/// Fewest and most lanes of a subgroup. wgpu does not ask Metal, which tells only of compiled
-/// kernels, and says 4 to 64. Every GPU of Apple has 32; those of others in older Macs, for which
-/// wgpu lists matrices too, have as many as it says.
-fn subgroup_sizes(info: &wgpu::AdapterInfo) -> [u32; 2] {
-    match info.backend {
-        wgpu::Backend::Metal if info.name.starts_with("Apple") => [32, 32],
-        _ => [info.subgroup_min_size, info.subgroup_max_size],
-    }
-}
-
 pub(super) const MATRIX_FEATURES: wgpu::Features = wgpu::Features::SUBGROUP
     .union(wgpu::Features::SHADER_F16)
     .union(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX);
-
-#[cfg(test)]
-mod tests {
-    use wgpu::{AdapterInfo, Backend, DeviceType};
-
-    use super::*;
-
-    #[test]
-    fn on_metal_only_gpus_of_apple_have_subgroups_of_a_known_size() {
-        let sizes = |name: &str, backend| {
-            let info = AdapterInfo::new(DeviceType::IntegratedGpu, backend);
-            let (subgroup_min_size, subgroup_max_size) = (4, 64);
-            subgroup_sizes(&AdapterInfo {
-                name: name.to_owned(),
-                subgroup_min_size,
-                subgroup_max_size,
-                ..info
-            })
-        };
-        assert_eq!(sizes("Apple M1", Backend::Metal), [32, 32]);
-        assert_eq!(sizes("AMD Radeon Pro 5500M", Backend::Metal), [4, 64]);
-        assert_eq!(sizes("Apple M1 (G13G A0)", Backend::Vulkan), [4, 64]);
-    }
-}

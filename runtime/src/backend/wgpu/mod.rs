@@ -28,6 +28,7 @@ mod ops;
 mod probe;
 mod running;
 mod storage;
+mod subgroups;
 mod tuning;
 mod variant;
 

@@ -230,8 +230,7 @@ mod tests {
     #[test]
     fn a_table_has_one_entry_for_a_key_and_drops_outdated_ones() {
         let mut table = TuningTable::default();
-        let [two, four] =
-            [2, 4].map(|rows_per_thread| AttendVariant::Portable { rows_per_thread, keys_per_thread: 4 });
+        let [two, four] = ["portable-2x4", "portable-4x4"].map(|name| name.parse().unwrap());
         table.set(entry("old", two));
         table.set(entry("new", four));
         assert_eq!(table.entries(), [entry("new", four)]);

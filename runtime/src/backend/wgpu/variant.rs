@@ -8,6 +8,7 @@ use kyklos_shaders::{
 use crate::backend::DeviceClass;
 use crate::backend::wgpu::adapters::class::{class, vendor};
 use crate::backend::wgpu::matrix_units::{MATRIX_FEATURES, MatrixUnits};
+use crate::backend::wgpu::subgroups;
 use crate::error::{Error, Result};
 
 /// Which attention kernels a device may use.
@@ -16,7 +17,7 @@ pub enum KernelChoice {
     /// The kernel that suits the device.
     #[default]
     Auto,
-    /// The kernel that runs on every device.
+    /// The kernel that runs on every device, without subgroups.
     Portable,
     /// The kernel for software drivers with subgroups; refused on other devices.
     SubgroupBroadcast,
@@ -37,6 +38,8 @@ pub enum KernelChoice {
 pub(super) struct Variants {
     vendor: Vendor,
     family: Family,
+    /// Whether the portable kernel finds row maxima by shuffles.
+    shuffles: bool,
     choice: KernelChoice,
 }
 
@@ -58,8 +61,12 @@ impl Variants {
         let info = adapter.get_info();
         let software = class(&info) == DeviceClass::SoftwareGpu;
         let matrices = if software { None } else { MatrixUnits::of(adapter).map(Family::Faster) };
-        let family = broadcast(adapter).map(Family::Broadcast).or(matrices).unwrap_or(Family::Portable);
-        Self { vendor: vendor(&info), family, choice: KernelChoice::Auto }
+        let family = subgroups::of_software(&info, adapter.features())
+            .map(Family::Broadcast)
+            .or(matrices)
+            .unwrap_or(Family::Portable);
+        let shuffles = subgroups::can_shuffle(&info, adapter.features());
+        Self { vendor: vendor(&info), family, shuffles, choice: KernelChoice::Auto }
     }
 
     /// The variants of [`Self::auto`] without what a driver may fail to open; `None` if there is
@@ -90,8 +97,10 @@ impl Variants {
     /// features.
     pub(super) fn of_opened(device: &wgpu::Device) -> Self {
         let info = device.adapter_info();
-        let family = broadcast_size(&info, device.features()).map_or(Family::Portable, Family::Broadcast);
-        Self { vendor: vendor(&info), family, choice: KernelChoice::Auto }
+        let family =
+            subgroups::of_software(&info, device.features()).map_or(Family::Portable, Family::Broadcast);
+        let shuffles = subgroups::can_shuffle(&info, device.features());
+        Self { vendor: vendor(&info), family, shuffles, choice: KernelChoice::Auto }
     }
 
     /// The variants of `choice`.
@@ -100,11 +109,16 @@ impl Variants {
     /// [`Error::Request`] when the device cannot run it.
     pub(super) fn chosen(adapter: &wgpu::Adapter, choice: KernelChoice) -> Result<Self> {
         let info = adapter.get_info();
+        let without = matches!(
+            choice,
+            KernelChoice::Portable | KernelChoice::Exactly(AttendVariant::Portable { shuffles: false, .. })
+        );
+        let shuffles = !without && subgroups::can_shuffle(&info, adapter.features());
         let family = match choice {
             KernelChoice::Auto => return Ok(Self::auto(adapter)),
             KernelChoice::Portable => Family::Portable,
             KernelChoice::SubgroupBroadcast => {
-                Family::Broadcast(broadcast(adapter).ok_or_else(|| {
+                Family::Broadcast(subgroups::of_software(&info, adapter.features()).ok_or_else(|| {
                     Error::request(
                         format!(
                             "{} cannot run the subgroup-broadcast kernel: a {:?} with subgroups of {} to {}",
@@ -134,7 +148,7 @@ impl Variants {
                     AttendVariant::SubgroupBroadcast { .. } => KernelChoice::SubgroupBroadcast,
                     AttendVariant::Cooperative(_) => KernelChoice::Cooperative,
                 };
-                let whole = Self::chosen(adapter, whole)?;
+                let whole = Self { shuffles, ..Self::chosen(adapter, whole)? };
                 // With a small head dim and f16, which matrix units need, every variant exists.
                 let choices = whole.choices(Storage::F16, 16);
                 let runs = match (whole.family, variant) {
@@ -151,7 +165,7 @@ impl Variants {
                 whole.family
             }
         };
-        Ok(Self { vendor: vendor(&info), family, choice })
+        Ok(Self { vendor: vendor(&info), family, shuffles, choice })
     }
 
     /// The variant for these tensors without a measured choice.
@@ -171,7 +185,7 @@ impl Variants {
 
     /// The portable variant for heads of `head_dim` elements without a measured choice.
     pub(super) const fn portable(self, head_dim: u32) -> AttendVariant {
-        AttendVariant::portable(self.vendor, head_dim)
+        AttendVariant::portable(self.vendor, head_dim, self.shuffles)
     }
 
     /// Every variant that can be chosen for these tensors: first the built-in one; in each family,
@@ -183,7 +197,7 @@ impl Variants {
             (KernelChoice::Auto, Family::Broadcast(size)) => {
                 AttendVariant::subgroup_broadcast_choices(size, head_dim)
                     .chain([self.portable(head_dim)])
-                    .chain(AttendVariant::portable_choices())
+                    .chain(AttendVariant::portable_choices(self.shuffles))
                     .collect()
             }
             (_, Family::Broadcast(size)) => {
@@ -192,10 +206,12 @@ impl Variants {
             (_, Family::Cooperative(matrices)) if matches!(built_in, AttendVariant::Cooperative(_)) => {
                 matrices.choices(storage, head_dim)
             }
-            (_, Family::Faster(units)) => {
-                AttendVariant::portable_choices().chain(units.choices(storage, head_dim)).collect()
+            (_, Family::Faster(units)) => AttendVariant::portable_choices(self.shuffles)
+                .chain(units.choices(storage, head_dim))
+                .collect(),
+            (_, Family::Portable | Family::Cooperative(_)) => {
+                AttendVariant::portable_choices(self.shuffles).collect()
             }
-            (_, Family::Portable | Family::Cooperative(_)) => AttendVariant::portable_choices().collect(),
         };
         let mut choices = vec![built_in];
         for other in others {
@@ -256,7 +272,7 @@ impl Variants {
                     // The form for the GPUs that have this variant by choice: so it can be run on any device.
                     KernelChoice::Exactly(variant) => [Vendor::Amd, Vendor::Nvidia, Vendor::Other]
                         .into_iter()
-                        .find(|vendor| variant == AttendVariant::portable(*vendor, 64))
+                        .find(|vendor| variant == AttendVariant::portable(*vendor, 64, self.shuffles))
                         .unwrap_or(self.vendor),
                     _ => self.vendor,
                 })
@@ -296,8 +312,8 @@ impl Variants {
     /// Features with which the device must be opened.
     pub(super) fn features(self) -> wgpu::Features {
         match self.family {
-            Family::Portable => wgpu::Features::empty(),
-            Family::Broadcast(_) => wgpu::Features::SUBGROUP,
+            Family::Portable if !self.shuffles => wgpu::Features::empty(),
+            Family::Portable | Family::Broadcast(_) => wgpu::Features::SUBGROUP,
             Family::Cooperative(_) | Family::Faster(_) => MATRIX_FEATURES,
         }
     }
@@ -331,21 +347,6 @@ impl Variants {
             }
         }
     }
-}
-
-/// The subgroup size for the broadcast kernel, on devices where it pays: drivers that compute on
-/// the host's cores.
-fn broadcast(adapter: &wgpu::Adapter) -> Option<u32> {
-    broadcast_size(&adapter.get_info(), adapter.features())
-}
-
-fn broadcast_size(info: &wgpu::AdapterInfo, features: wgpu::Features) -> Option<u32> {
-    let size = info.subgroup_min_size;
-    (class(info) == DeviceClass::SoftwareGpu
-        && features.contains(wgpu::Features::SUBGROUP)
-        && size == info.subgroup_max_size
-        && AttendVariant::SUBGROUP_SIZES.contains(&size))
-    .then_some(size)
 }
 
 /// Most query rows times query heads of a KV head for the decoding kernels; above it, tiles of rows

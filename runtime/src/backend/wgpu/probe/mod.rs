@@ -140,7 +140,7 @@ mod tests {
     const MATRICES: Matrices = Matrices { size: 16, subgroup_size: 64, halves: true, subgroups: 4 };
 
     pub(super) fn candidates() -> Candidates {
-        let variants = [AttendVariant::portable(Vendor::Amd, 64), AttendVariant::Cooperative(MATRICES)];
+        let variants = [AttendVariant::portable(Vendor::Amd, 64, true), AttendVariant::Cooperative(MATRICES)];
         Candidates { pass: Pass::Forward(variants), head_dim: 64 }
     }
 
