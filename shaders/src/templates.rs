@@ -39,6 +39,7 @@ const TEMPLATES: &[(&str, &str)] = templates![
     "parts/bias.wgsl",
     "parts/code_group.wgsl",
     "parts/element.wgsl",
+    "parts/finite.wgsl",
     "parts/interface.wgsl",
     "parts/load.wgsl",
     "parts/logits.wgsl",

@@ -92,7 +92,11 @@ fn main() -> ExitCode {
                     cases::shuffles_change_no_bit(&backend, &without);
                 }
                 cases::nan_reaches_exactly_the_rows_that_see_it(&backend);
-                backward::nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it(&backend);
+                // Gradients have a form for each vendor, which has one of these, and no shuffles.
+                if !variant.name().contains("shuffles") {
+                    backward::every_gradient_of_strided_tensors_equals_f64(&backend);
+                    backward::nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it(&backend);
+                }
                 Ok(())
             })
         },

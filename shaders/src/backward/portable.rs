@@ -7,7 +7,7 @@ use super::variant::{BackwardKernel, Sums};
 use crate::Vendor;
 
 pub(crate) const THREADS: u32 = 64;
-/// Threads in a row of the grid, rows of threads, and chunks that are in workgroup memory at a
+/// Threads in a row of the grid, rows of threads, and units that are in workgroup memory at a
 /// time.
 pub(crate) const SIDE: u32 = 8;
 /// Moving rows of a tile, and rows and keys of those of the list.
@@ -77,13 +77,17 @@ pub(crate) fn values(kernel: BackwardKernel, vendor: Vendor) -> Value {
         Sums::Values => vec![weights()],
         Sums::Bias | Sums::SharedBias => Vec::new(),
     };
-    let tensors = if sums == Sums::Values { vec!["q", "k", "d_o"] } else { vec!["q", "k", "d_o", "v"] };
+    let units = kernel.storage.units(kernel.head_dim);
     context! {
         tile_rows => kernel.tile_rows(),
         rows => rows_per_thread(vendor, sums, kernel.head_dim),
-        passes => (kernel.head_dim / 4).div_ceil(SIDE),
+        passes => units.div_ceil(SIDE),
+        // Chunks of a sum that a thread holds for each row: of 16-bit types 2 of each pass, 1 of a last pass with at most half
+        // of the units.
+        held => kernel.head_dim.div_ceil(4 * SIDE),
         scores => sums.needs_scores(),
-        tensors,
+        unit_type => kernel.storage.unit_type(),
+        element_type => if kernel.storage.unit_chunks() == 1 { "f32" } else { "u32" },
         areas,
         sums => added,
     }

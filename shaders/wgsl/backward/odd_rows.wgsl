@@ -3,11 +3,11 @@
     // P is more than 0, so dV gets what d_o has. A logit of such a row or key is not finite or capped, so dS is NaN or 0, and
     // its product is NaN.
     workgroupBarrier();
-    fixed0[thread] = vec4<f32>(select(0.0f, 1.0f, odd));
+    fixed0[thread] = {{unit_type}}({{element_type}}(odd));
     workgroupBarrier();
-    var odds = 0.0f;
-    for (var r = 0u; r < 8u; r++) { odds += fixed0[r * 8u + tc].x; }
-    if (odds > 0.0f) {
+    var odds = {{element_type}}();
+    for (var r = 0u; r < 8u; r++) { odds += fixed0[r * 8u + tc].x{{ " + fixed0[r * 8u + (tc >> 1u)].x" if unit_chunks == 2 and held % 2 == 1 }}; }
+    if (odds > {{element_type}}()) {
         let nan = vec4<f32>(bitcast<f32>(params.rows | 0x7fc00000u));
 {% include "backward/every_run.wgsl" %}
         if ({{ "false" if bias else "run < tested_runs" }}) { continue; }
@@ -31,12 +31,12 @@
 {% endif %}
 {% endfor %}
 {% for sum in sums %}
-{% for g in range(passes) %}
+{% for c in range(held) %}
             {
-                let chunk = load_{{sum.moving}}({{sum.moving}}_base + col * params.{{sum.moving}}_row, {{ 8 * g }}u + tc);
+                let chunk = load_{{sum.moving}}({{sum.moving}}_base + col * params.{{sum.moving}}_row, {{ chunk_of(c) }});
                 let odd_part = select(vec4<f32>(), {{ "chunk" if sum.weight == "P" else "nan" }}, odd_in(chunk));
 {% for i in range(rows) %}
-                {{sum.name}}{{i}}_{{g}} += select(vec4<f32>(), odd_part, vis{{i}});
+                {{sum.name}}{{i}}_{{c}} += select(vec4<f32>(), odd_part, vis{{i}});
 {% endfor %}
             }
 {% endfor %}

@@ -40,11 +40,11 @@
 // Tile: {{tile_rows}} fixed rows x 32 moving ones; {{workgroup_bytes}} bytes of workgroup memory.
 //
 // 64 threads are a grid of 8 x 8. Of S and of dP, thread (tr, tc) holds {{rows}} x 4: fixed rows tr, tr + 8,
-// ..., moving ones tc, tc + 8, ... Of the sums it holds the same fixed rows and the 4-element chunks
-// tc, tc + 8, ..., in registers over the whole loop.
+// ..., moving ones tc, tc + 8, ... Of the sums it holds the same fixed rows and the units tc, tc + 8, ..., in registers over
+// the whole loop: {{unit_chunks}} chunk{{ "s" if unit_chunks == 2 }} of each (dq0_0: row 0, first chunk){% if unit_chunks == 2 %}, or 1 chunk of a last pass with at most 4 units{% endif %}.
 //
-// Workgroup memory: 8 chunks of each tensor, chunk-major, so that neighbouring threads read
-// neighbouring vectors: fixed0 and moving0 of S, fixed1 and moving1 of dP. When S and dP are
+// Workgroup memory: 8 units of each tensor as they are stored, so that 16-bit elements take half the reads; unit-major, so
+// that neighbouring threads read neighbouring vectors: fixed0 and moving0 of S, fixed1 and moving1 of dP. When S and dP are
 // complete, P takes the place of fixed0 and dS that of fixed1, and the moving rows are loaded once
 // more, row by row. Slot 4 s + j of P and dS is the moving row 8 j + s: the four of a thread are one
 // vector, and the rows lie in the same order.
@@ -53,14 +53,14 @@
 // has written).
 {% include "parts/logits.wgsl" %}
 {% include "backward/shares.wgsl" %}
-{% include "parts/odd.wgsl" %}
-
-{% for tensor in tensors %}
+{% include "parts/finite.wgsl" %}
+{% for sum in sums %}
+{% set tensor = sum.moving %}
 {% include "parts/load.wgsl" %}
 {% endfor %}
 {% for area in areas %}
-var<workgroup> fixed{{loop.index0}}: array<vec4<f32>, {{ 8 * tile_rows }}>;
-var<workgroup> moving{{loop.index0}}: array<vec4<f32>, 256>;
+var<workgroup> fixed{{loop.index0}}: array<{{unit_type}}, {{ 8 * tile_rows }}>;
+var<workgroup> moving{{loop.index0}}: array<{{unit_type}}, 256>;
 {% endfor %}
 
 {# The index of fixed row {{i}} of this thread; one that exists; where its sum lies; and its statistics. #}
@@ -70,15 +70,31 @@ var<workgroup> moving{{loop.index0}}: array<vec4<f32>, 256>;
 params.sum_offset + batch * params.sum_batch + ({{ safe(i) }}) * params.sum_row + own_head * params.sum_head
 {%- endmacro %}
 {% macro stats_of(i) %}stats[own_stats + {{ safe(i) }} * params.stats_row]{% endmacro %}
-{# The moving row that this thread loads at step `j`, and a chunk of it. Behind the end it is the last row, whose pairs are
+{# The unit that this thread loads in a pass; of a last pass that is not whole the last that exists, which is not used. #}
+{% macro unit_of(first) %}{{ "min(" ~ first ~ " + tc, " ~ (units - 1) ~ "u)" if units % 8 else first ~ " + tc" }}{% endmacro %}
+{# The moving row that this thread loads at step `j`, and a unit of it. Behind the end it is the last row, whose pairs are
    hidden. Of query rows that saw no key it is zero. #}
 {% macro moving_row(j) %}min(col + load + {{ 2 * j }}u, end - 1u){% endmacro %}
-{% macro moving_chunk(tensor, j, chunk) -%}
-{% set load = "load_" ~ tensor ~ "(" ~ tensor ~ "_base + " ~ moving_row(j) ~ " * params." ~ tensor ~ "_row, " ~ chunk ~ ")" -%}
+{% macro moving_unit(tensor, j, first) -%}
+{% set unit = tensor ~ "[" ~ tensor ~ "_base + " ~ moving_row(j) ~ " * params." ~ tensor ~ "_row + " ~ unit_of(first) ~ "]" -%}
 {% if by_rows -%}
-{{load}}
+{{unit}}
 {%- else -%}
-select(vec4<f32>(), {{load}}, saw_keys(stats[stats_base + {{ moving_row(j) }} * params.stats_row].x))
+select({{unit_type}}(), {{unit}}, saw_keys(stats[stats_base + {{ moving_row(j) }} * params.stats_row].x))
+{%- endif %}
+{%- endmacro %}
+{# The factor of q: of f32 on its way into workgroup memory, of 16-bit types when it is read. #}
+{% macro stored(tensor) %}{{ " * params.q_scale" if tensor == "q" and unit_chunks == 1 }}{% endmacro %}
+{% macro read(tensor) %}{{ " * params.q_scale" if tensor == "q" and unit_chunks == 2 }}{% endmacro %}
+{# P and dS in place of units. #}
+{% macro as_unit(x) %}{{ x if unit_chunks == 1 else "bitcast<vec4<u32>>(" ~ x ~ ")" }}{% endmacro %}
+{% macro as_vector(x) %}{{ x if unit_chunks == 1 else "bitcast<vec4<f32>>(" ~ x ~ ")" }}{% endmacro %}
+{# The chunk of the head that is number `c` of this thread's. #}
+{% macro chunk_of(c) -%}
+{% if unit_chunks == 1 or (c == held - 1 and held % 2 == 1) -%}
+{{ 8 * c }}u + tc
+{%- else -%}
+{{ 16 * (c // 2) + c % 2 }}u + 2u * tc
 {%- endif %}
 {%- endmacro %}
 @compute @workgroup_size(64)
@@ -97,8 +113,8 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% endif %}
 {% for i in range(rows) %}
 {% for sum in sums %}
-{% for g in range(passes) %}
-    var {{sum.name}}{{i}}_{{g}} = vec4<f32>();
+{% for c in range(held) %}
+    var {{sum.name}}{{i}}_{{c}} = vec4<f32>();
 {% endfor %}
 {% endfor %}
 {% if of_bias and by_rows %}
@@ -116,7 +132,7 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
         for (var col = first; col < end; col += 32u) {
             // 1, which only col < end says: no compiler unrolls a loop with such a bound.
             let one = min(end - col, 1u);
-            // S and dP, 8 chunks of the head at a time.
+            // S and dP, 8 units of the head at a time.
 {% for area in areas %}
 {% for i in range(rows) %}
             var {{area.name}}{{i}} = vec4<f32>();
@@ -127,23 +143,32 @@ fn main(@builtin(workgroup_id) group_id: vec3<u32>, @builtin(local_invocation_in
 {% for area in areas %}
 {% set index = loop.index0 %}
 {% for i in range(rows) %}
-                fixed{{index}}[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = load_{{area.fixed}}({{area.fixed}}_fixed + {{ safe(i) }} * params.{{area.fixed}}_row, g * 8u + tc){{ " * params.q_scale" if area.fixed == "q" }};
+                fixed{{index}}[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = {{area.fixed}}[{{area.fixed}}_fixed + {{ safe(i) }} * params.{{area.fixed}}_row + {{ unit_of("g * 8u") }}]{{ stored(area.fixed) }};
 {% endfor %}
 {% for j in range(4) %}
-                moving{{index}}[tc * 32u + load + {{ 2 * j }}u] = {{ moving_chunk(area.moving, j, "g * 8u + tc") }}{{ " * params.q_scale" if area.moving == "q" }};
+                moving{{index}}[tc * 32u + load + {{ 2 * j }}u] = {{ moving_unit(area.moving, j, "g * 8u") }}{{ stored(area.moving) }};
 {% endfor %}
 {% endfor %}
                 workgroupBarrier();
-                for (var n = 0u; n < 8u * one; n++) {
-                    let c = n & 7u;
+                let units_here = {{ "min(8u, " ~ units ~ "u - g * 8u)" if units % 8 else "8u" }} * one;
+                for (var n = 0u; n < units_here; n++) {
+                    let u = n & 7u;
 {% for area in areas %}
 {% set x = area.name %}
-{% for j in range(4) %}
-                    let {{x}}m{{j}} = moving{{area.index}}[c * 32u + {{ 8 * j }}u + tc];
-{% endfor %}
 {% for i in range(rows) %}
-                    let {{x}}f{{i}} = fixed{{area.index}}[c * {{tile_rows}}u + {{ 8 * i }}u + tr];
-                    {{x}}{{i}} += vec4<f32>(dot({{x}}f{{i}}, {{x}}m0), dot({{x}}f{{i}}, {{x}}m1), dot({{x}}f{{i}}, {{x}}m2), dot({{x}}f{{i}}, {{x}}m3));
+                    let {{x}}f{{i}} = fixed{{area.index}}[u * {{tile_rows}}u + {{ 8 * i }}u + tr];
+{% for h in range(unit_chunks) %}
+                    let {{x}}f{{i}}_{{h}} = chunk_{{h}}({{x}}f{{i}}){{ read(area.fixed) }};
+{% endfor %}
+{% endfor %}
+{% for j in range(4) %}
+                    let {{x}}m{{j}} = moving{{area.index}}[u * 32u + {{ 8 * j }}u + tc];
+{% for h in range(unit_chunks) %}
+                    let {{x}}m{{j}}_{{h}} = chunk_{{h}}({{x}}m{{j}}){{ read(area.moving) }};
+{% for i in range(rows) %}
+                    {{x}}{{i}}.{{ "xyzw"[j] }} += dot({{x}}f{{i}}_{{h}}, {{x}}m{{j}}_{{h}});
+{% endfor %}
+{% endfor %}
 {% endfor %}
 {% endfor %}
                 }
@@ -257,27 +282,31 @@ share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
             workgroupBarrier();
 {% for sum in sums %}
 {% for i in range(rows) %}
-            {{sum.factors}}[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = {{sum.weight}}{{i}};
+            {{sum.factors}}[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = {{ as_unit(sum.weight ~ i) }};
 {% endfor %}
 {% endfor %}
-            // The sums, 8 chunks of the head at a time.
+            // The sums, 8 units of the head at a time.
 {% for g in range(passes) %}
+{# The thread's chunks in this pass: two, or one of a 16-bit type's last pass with at most 4 units. #}
+{% set narrow = held < unit_chunks * (g + 1) %}
+{% set here = range(unit_chunks * g, held if narrow else unit_chunks * (g + 1)) %}
 {% if g > 0 %}
             workgroupBarrier();
 {% endif %}
 {% for sum in sums %}
             {
 {% for j in range(4) %}
-                var chunk{{j}} = {{ moving_chunk(sum.moving, j, 8 * g ~ "u + tc") }};
+                var unit{{j}} = {{ moving_unit(sum.moving, j, 8 * g ~ "u") }};
 {% endfor %}
                 if (tested) {
 {% for j in range(4) %}
-                    odd = odd || any(odd_in(chunk{{j}}));
-                    chunk{{j}} = select(chunk{{j}}, vec4<f32>(), odd_in(chunk{{j}}));
+                    let finite{{j}} = finite_part(unit{{j}});
+                    odd = odd || any(bitcast<vec4<u32>>(finite{{j}}) != bitcast<vec4<u32>>(unit{{j}}));
+                    unit{{j}} = finite{{j}};
 {% endfor %}
                 }
 {% for j in range(4) %}
-                {{sum.area}}[({{ 8 * j }}u + tr) * 8u + tc] = chunk{{j}};
+                {{sum.area}}[({{ 8 * j }}u + tr) * 8u + tc] = unit{{j}};
 {% endfor %}
             }
 {% endfor %}
@@ -286,14 +315,17 @@ share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
                 let s = n & 7u;
 {% for sum in sums %}
 {% set n = sum.name %}
-{% for j in range(4) %}
-                let {{n}}m{{j}} = {{sum.area}}[(s * 4u + {{j}}u) * 8u + tc];
-{% endfor %}
 {% for i in range(rows) %}
-                let {{n}}w{{i}} = {{sum.factors}}[s * {{tile_rows}}u + {{ 8 * i }}u + tr];
-{% set w = n ~ "w" ~ i %}
-{% for x in ["x", "y", "z", "w"] %}
-                {{n}}{{i}}_{{g}} += {{n}}m{{loop.index0}} * {{w}}.{{x}};
+                let {{n}}w{{i}} = {{ as_vector(sum.factors ~ "[s * " ~ tile_rows ~ "u + " ~ 8 * i ~ "u + tr]") }};
+{% endfor %}
+{% for j in range(4) %}
+{% set m = n ~ "m" ~ j %}
+                let {{m}} = {{sum.area}}[(s * 4u + {{j}}u) * 8u + {{ "(tc >> 1u)" if narrow else "tc" }}];
+{% for c in here %}
+                let {{m}}_{{c}} = {{ "select(chunk_0(" ~ m ~ "), chunk_1(" ~ m ~ "), (tc & 1u) == 1u)" if narrow else "chunk_" ~ c % unit_chunks ~ "(" ~ m ~ ")" }};
+{% for i in range(rows) %}
+                {{n}}{{i}}_{{c}} += {{m}}_{{c}} * {{n}}w{{i}}.{{ "xyzw"[j] }};
+{% endfor %}
 {% endfor %}
 {% endfor %}
 {% endfor %}
@@ -309,7 +341,7 @@ share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
     // The sums of a key are in eight threads.
     workgroupBarrier();
 {% for i in range(rows) %}
-    fixed0[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = bias{{i}};
+    fixed0[tc * {{tile_rows}}u + {{ 8 * i }}u + tr] = {{ as_unit("bias" ~ i) }};
 {% endfor %}
     workgroupBarrier();
     if (tc != 0u) { return; }
@@ -317,7 +349,7 @@ share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
     if ({{ row(i) }} < params.fixed_end) {
         var sum = vec4<f32>();
         for (var c = 0u; c < 8u; c++) {
-            sum += fixed0[c * {{tile_rows}}u + {{ 8 * i }}u + tr];
+            sum += {{ as_vector("fixed0[c * " ~ tile_rows ~ "u + " ~ 8 * i ~ "u + tr]") }};
         }
         let element = {{ sum_of(i) }} + lists[params.keys_at + {{ safe(i) }}];
         d_bias[element] = d_bias[element] + ((sum.x + sum.y) + (sum.z + sum.w));
@@ -329,15 +361,10 @@ share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
     if ({{ row(i) }} < params.fixed_end{{ " && saw_keys(" ~ stats_of(i) ~ ".x)" if by_rows }}) {
         let sum_at = {{ sum_of(i) }};
 {% for sum in sums %}
-{% for g in range(passes) %}
-{% set at = sum.name ~ "[sum_at + " ~ 8 * g ~ "u + tc]" %}
-{% if (g + 1) * 8 > chunks %}
-        if ({{ 8 * g }}u + tc < {{chunks}}u) {
-            {{at}} = {{at}} + {{sum.name}}{{i}}_{{g}}{{sum.factor}};
-        }
-{% else %}
-        {{at}} = {{at}} + {{sum.name}}{{i}}_{{g}}{{sum.factor}};
-{% endif %}
+{% for c in range(held) %}
+{% set at = sum.name ~ "[sum_at + " ~ chunk_of(c) ~ "]" %}
+{% set guarded = c >= unit_chunks * (passes - 1) and units % 8 %}
+        {{ "if (" ~ chunk_of(c) ~ " < " ~ chunks ~ "u) { " if guarded }}{{at}} = {{at}} + {{sum.name}}{{i}}_{{c}}{{sum.factor}};{{ " }" if guarded }}
 {% endfor %}
 {% endfor %}
     }
