@@ -96,11 +96,11 @@ impl AttendVariant {
     /// up to 64 elements, 12 above; for software what runs fastest on Mesa's.
     pub const fn portable(vendor: Vendor, head_dim: u32, shuffles: bool) -> Self {
         let (rows_per_thread, keys_per_thread) = match (vendor, head_dim) {
-            (Vendor::Amd | Vendor::Software, 0..=128) => (4, 8),
+            (Vendor::Amd | Vendor::Nvidia | Vendor::Software, 0..=128) => (4, 8),
             (Vendor::Amd | Vendor::Software, 129..=256) => (2, 8),
             (Vendor::Amd | Vendor::Software, _) => (1, 8),
-            (Vendor::Nvidia, 0..=128) => (4, 4),
             (Vendor::Nvidia, 129..=256) => (2, 4),
+            (Vendor::Intel, 0..=64) => (2, 8),
             (Vendor::Intel, 65..=128) => (1, 8),
             (_, 0..=128) => (2, 4),
             (_, _) => (1, 4),

@@ -50,7 +50,7 @@ fn with_wgpu(mut suite: Suite) -> Suite {
         let exactly = |name: &str| KernelChoice::Exactly(name.parse().expect("the name of a variant"));
         for (variant, kernel) in [
             ("portable", KernelChoice::Portable),
-            // What most GPUs and what NVIDIA's run, and no software driver by itself.
+            // What most GPUs run and no software driver by itself, and NVIDIA's form for gradients.
             ("portable-shuffles-2x4", exactly("portable-shuffles-2x4")),
             ("portable-shuffles-4x4", exactly("portable-shuffles-4x4")),
             ("subgroup", KernelChoice::SubgroupBroadcast),

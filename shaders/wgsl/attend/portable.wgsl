@@ -204,13 +204,11 @@ fn main(
 {% for h in range(halves) %}
 {% for j in range(4) %}
                     let k{{h}}_{{j}} = tile_kv[k_column + {{ 32 * h + 8 * j }}u];
-{% endfor %}
 {% for c in range(unit_chunks) %}
-{% for j in range(4) %}
                     let k{{h}}_{{j}}_{{c}} = chunk_{{c}}(k{{h}}_{{j}});
-{% endfor %}
 {% for i in range(rows) %}
-                    S{{i}}_{{h}} += vec4<f32>({% for j in range(4) %}dot(q{{i}}_{{c}}, k{{h}}_{{j}}_{{c}}){{ ", " if not loop.last }}{% endfor %});
+                    S{{i}}_{{h}}.{{ "xyzw"[j] }} += dot(q{{i}}_{{c}}, k{{h}}_{{j}}_{{c}});
+{% endfor %}
 {% endfor %}
 {% endfor %}
 {% endfor %}

@@ -269,11 +269,17 @@ impl Variants {
         match self.family {
             Family::Portable | Family::Cooperative(_) | Family::Faster(_) => {
                 BackwardVariant::Portable(match self.choice {
-                    // The form for the GPUs that have this variant by choice: so it can be run on any device.
-                    KernelChoice::Exactly(variant) => [Vendor::Amd, Vendor::Nvidia, Vendor::Other]
-                        .into_iter()
-                        .find(|vendor| variant == AttendVariant::portable(*vendor, 64, self.shuffles))
-                        .unwrap_or(self.vendor),
+                    // So any device can run the form of any vendor.
+                    KernelChoice::Exactly(AttendVariant::Portable {
+                        rows_per_thread,
+                        keys_per_thread,
+                        ..
+                    }) => match (rows_per_thread, keys_per_thread) {
+                        (4, 8) => Vendor::Amd,
+                        (4, 4) => Vendor::Nvidia,
+                        (2, 4) => Vendor::Other,
+                        _ => self.vendor,
+                    },
                     _ => self.vendor,
                 })
             }
