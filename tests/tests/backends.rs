@@ -50,7 +50,8 @@ fn with_wgpu(mut suite: Suite) -> Suite {
         let exactly = |name: &str| KernelChoice::Exactly(name.parse().expect("the name of a variant"));
         for (variant, kernel) in [
             ("portable", KernelChoice::Portable),
-            // What most GPUs run and no software driver by itself, and NVIDIA's form for gradients.
+            // What no software driver runs by itself: gradients as on most GPUs and as on NVIDIA's, and
+            // shuffles.
             ("portable-shuffles-2x4", exactly("portable-shuffles-2x4")),
             ("portable-shuffles-4x4", exactly("portable-shuffles-4x4")),
             ("subgroup", KernelChoice::SubgroupBroadcast),

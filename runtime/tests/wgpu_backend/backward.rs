@@ -312,11 +312,12 @@ fn every_gradient_without_keys_is_zero_whatever_the_output_has(backend: &WgpuBac
 /// these rows.
 pub(crate) fn nan_reaches_exactly_the_gradients_of_the_pairs_that_have_it(backend: &WgpuBackend) {
     let rows = 75;
-    // The last: in a last pass of fewer than half of the units.
+    // The third: in a last pass of fewer than half of the units.
     for (mask, dtype, dim, poisoned) in [
         ("causal", Dtype::F32, 40, 13),
         ("window:20,4", Dtype::F16, 40, 13),
         ("window:20,4", Dtype::F16, 88, 77),
+        ("causal", Dtype::Bf16, 24, 13),
     ] {
         if head_dims(&[dim as u32]).is_empty() {
             continue;

@@ -82,12 +82,11 @@ pub(crate) fn values(kernel: BackwardKernel, vendor: Vendor) -> Value {
         tile_rows => kernel.tile_rows(),
         rows => rows_per_thread(vendor, sums, kernel.head_dim),
         passes => units.div_ceil(SIDE),
-        // Chunks of a sum that a thread holds for each row: of 16-bit types 2 of each pass, 1 of a last pass with at most half
-        // of the units.
+        // Chunks of a sum that a thread holds for each row: of f32 1 of each pass; of 16-bit types 2, 1 of a last pass with at
+        // most half of the units.
         held => kernel.head_dim.div_ceil(4 * SIDE),
         scores => sums.needs_scores(),
         unit_type => kernel.storage.unit_type(),
-        element_type => if kernel.storage.unit_chunks() == 1 { "f32" } else { "u32" },
         areas,
         sums => added,
     }

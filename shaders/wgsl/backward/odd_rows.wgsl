@@ -3,11 +3,13 @@
     // P is more than 0, so dV gets what d_o has. A logit of such a row or key is not finite or capped, so dS is NaN or 0, and
     // its product is NaN.
     workgroupBarrier();
-    fixed0[thread] = {{unit_type}}({{element_type}}(odd));
+    fixed0[thread] = {{ as_unit("vec4<f32>(f32(odd))") }};
     workgroupBarrier();
-    var odds = {{element_type}}();
-    for (var r = 0u; r < 8u; r++) { odds += fixed0[r * 8u + tc].x{{ " + fixed0[r * 8u + (tc >> 1u)].x" if unit_chunks == 2 and held % 2 == 1 }}; }
-    if (odds > {{element_type}}()) {
+    var odds = vec4<f32>();
+    for (var r = 0u; r < 8u; r++) {
+        odds += {{ as_vector("fixed0[r * 8u + tc]") }}{{ " + " ~ as_vector("fixed0[r * 8u + (tc >> 1u)]") if unit_chunks == 2 and held % 2 == 1 }};
+    }
+    if (odds.x > 0.0f) {
         let nan = vec4<f32>(bitcast<f32>(params.rows | 0x7fc00000u));
 {% include "backward/every_run.wgsl" %}
         if ({{ "false" if bias else "run < tested_runs" }}) { continue; }

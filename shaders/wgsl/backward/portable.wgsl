@@ -43,7 +43,7 @@
 // ..., moving ones tc, tc + 8, ... Of the sums it holds the same fixed rows and the units tc, tc + 8, ..., in registers over
 // the whole loop: {{unit_chunks}} chunk{{ "s" if unit_chunks == 2 }} of each (dq0_0: row 0, first chunk){% if unit_chunks == 2 %}, or 1 chunk of a last pass with at most 4 units{% endif %}.
 //
-// Workgroup memory: 8 units of each tensor as they are stored, so that 16-bit elements take half the reads; unit-major, so
+// Workgroup memory: 8 units of each tensor, of 16-bit types as they are stored, which takes half the reads; unit-major, so
 // that neighbouring threads read neighbouring vectors: fixed0 and moving0 of S, fixed1 and moving1 of dP. When S and dP are
 // complete, P takes the place of fixed0 and dS that of fixed1, and the moving rows are loaded once
 // more, row by row. Slot 4 s + j of P and dS is the moving row 8 j + s: the four of a thread are one
@@ -287,7 +287,7 @@ share_of(S{{i}}.{{x}}, {% if by_rows %}stats{{i}}.x, stats{{i}}.y{% else %}lse.{
 {% endfor %}
             // The sums, 8 units of the head at a time.
 {% for g in range(passes) %}
-{# The thread's chunks in this pass: two, or one of a 16-bit type's last pass with at most 4 units. #}
+{# The thread's chunks in this pass: one of f32; of a 16-bit type two, or one of a last pass with at most 4 units. #}
 {% set narrow = held < unit_chunks * (g + 1) %}
 {% set here = range(unit_chunks * g, held if narrow else unit_chunks * (g + 1)) %}
 {% if g > 0 %}

@@ -61,9 +61,13 @@ fn chosen() -> Result<Vec<Kernel>, String> {
     let mut all = Vec::new();
     for (dtype, head_dim) in TENSORS {
         for kernel in WgpuBackend::built_in_kernels(0, dtype, head_dim).map_err(|error| error.to_string())? {
-            // Of f32 and of heads of 256 the forward pass alone: the table stays readable.
-            let forward = matches!(kernel, Kernel::Attend(_));
-            if (forward || dtype == Dtype::F16 && head_dim <= 128) && !all.contains(&kernel) {
+            // Decoding of f16 alone, and of heads of 256 attention alone: the table stays readable.
+            let listed = match kernel {
+                Kernel::Attend(_) => true,
+                Kernel::Decode(_) => dtype == Dtype::F16 && head_dim <= 128,
+                _ => head_dim <= 128,
+            };
+            if listed && !all.contains(&kernel) {
                 all.push(kernel);
             }
         }

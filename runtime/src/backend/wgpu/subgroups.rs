@@ -15,9 +15,10 @@ pub(super) fn sizes(info: &wgpu::AdapterInfo) -> [u32; 2] {
     }
 }
 
-/// Whether the portable kernel may find row maxima by shuffles. In subgroups of every size that the
-/// driver may choose, 8 threads of a row are neighbours, and a workgroup of 64 threads is whole
-/// subgroups. Browsers do not get that kernel.
+/// Whether the portable kernel may find row maxima by shuffles: whether in subgroups of every size
+/// that the driver may choose, 8 threads of a row are neighbours, and 64 threads are full
+/// subgroups. Vulkan promises full ones only on a flag that wgpu does not set; drivers make them.
+/// Browsers do not get that kernel.
 pub(super) fn can_shuffle(info: &wgpu::AdapterInfo, features: wgpu::Features) -> bool {
     let [least, most] = sizes(info);
     cfg!(not(target_arch = "wasm32"))

@@ -269,7 +269,7 @@ impl Variants {
         match self.family {
             Family::Portable | Family::Cooperative(_) | Family::Faster(_) => {
                 BackwardVariant::Portable(match self.choice {
-                    // So any device can run the form of any vendor.
+                    // A name for each form, so that any device can run it: Intel's is that of others.
                     KernelChoice::Exactly(AttendVariant::Portable {
                         rows_per_thread,
                         keys_per_thread,
