@@ -42,6 +42,7 @@ struct Config {
     u64 id_fails = 0;       // ncclGetUniqueId fails
     u64 init_fails = 0;     // the communicator fails while it is made; those of the other ranks are never ready
     u64 init_hangs = 0;     // the communicator is never ready, on no rank
+    u64 use_at = 0;         // the communicator reports an error while a group is put together, and refuses the rest of it
     u64 refuse_at = 0;      // the end of a group fails at once
     u64 launch_fails_at = 0;  // a group fails before it reaches its stream
     u64 async_at = 0;       // a group in its stream never ends, and the communicator reports an error

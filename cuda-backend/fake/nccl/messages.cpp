@@ -218,6 +218,9 @@ int launch(Group group) {
         self.fail(int(config().code), "told to fail at the end of a group");
         return int(config().code);
     }
+    // A communicator that has failed launches no group, and keeps its error.
+    int state = SUCCESS;
+    if (!self.state.compare_exchange_strong(state, IN_PROGRESS)) return self.blocking ? state : IN_PROGRESS;
     for (Transfer &transfer : group.transfers)
         transfer.number = ++(transfer.is_send ? self.sent : self.received)[transfer.peer];
     void *context = nullptr;
@@ -245,7 +248,6 @@ int launch(Group group) {
         int in_progress = IN_PROGRESS;
         self.state.compare_exchange_strong(in_progress, SUCCESS);
     };
-    self.state = IN_PROGRESS;
     if (self.blocking) {
         queue();
         return self.state;

@@ -30,6 +30,7 @@ const Config &fake::config() {
             {"id_fails", &config.id_fails},
             {"init_fails", &config.init_fails},
             {"init_hangs", &config.init_hangs},
+            {"use_at", &config.use_at},
             {"refuse_at", &config.refuse_at},
             {"launch_fails_at", &config.launch_fails_at},
             {"async_at", &config.async_at},
@@ -274,6 +275,7 @@ API ncclGroupEnd() {
 
 static int add(Communicator *handle, const char *name, bool is_send, u64 address, size_t bytes, int type, int peer, void *stream) {
     const Call call(handle, name);
+    if (!open_group.transfers.empty() && call->is_due(config().use_at, call->groups + 1)) call->fail(int(config().code), "told to fail");
     // As in NVIDIA's library: the operation before this one must be in its stream.
     if (call->state != SUCCESS) return INVALID_ARGUMENT;
     if (call->finalized) die("%s after ncclCommFinalize", name);

@@ -24,11 +24,19 @@ use crate::scenario::{HANGS_AFTER, Scenario};
 pub(crate) fn scenarios() -> Vec<Scenario> {
     let mut all = Vec::new();
     // The settings of the fault, and what some rank must say.
-    let faults: [(&str, &str, &[&str]); 5] = [
+    let faults: [(&str, &str, &[&str]); 6] = [
         ("a group that hangs", "hang_at=1", &["no rank is known to have died"]),
         (
             "an error that NCCL finds later",
             "async_at=1,code=6",
+            &[
+                "cuda:1",
+                "ncclCommGetAsyncError: remote process exited or there was a network error (6): told to fail",
+            ],
+        ),
+        (
+            "an error that NCCL finds between two calls",
+            "use_at=1,code=6",
             &[
                 "cuda:1",
                 "ncclCommGetAsyncError: remote process exited or there was a network error (6): told to fail",
